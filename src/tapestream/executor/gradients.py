@@ -40,6 +40,7 @@ class GradientBook:
         self._arrived: dict[int, list[int]] = {}  # laid out and sent home, not yet shown by .grad
         self._stepped: dict[int, list[int]] = {}  # used up by updates within this backward
         self._earlier: dict[int, Region | None] = {}  # what .grad shows while this backward's sums lie at home
+        self._hooked: dict[int, list[int]] = {}  # whose hooks after accumulation wait for the end of the backward
 
     def take(self, block: int, sums: Sums) -> None:
         """Take a block's gradients over from a call that adds no more to them."""
@@ -227,8 +228,24 @@ class GradientBook:
             if parameter.grad is None and not summed and is_held(gradient, references):
                 gradient = gradient.clone()
             if summed:
-                parameter.grad = None  # what it was is in the sum
-            add(parameter, gradient)
+                parameter.grad = gradient  # what it was is in the sum
+                self._after(block, i)
+            else:
+                add(parameter, gradient)
+
+    def _after(self, block: int, number: int) -> None:
+        """Hooks after accumulation may talk to other ranks, whose plans bring gradients to ``.grad`` at other times:
+        among ranks these hooks wait for the end of the backward."""
+        if self.sharing is None:
+            after_accumulation(self.copies.blocks[block].parameters[number])
+        else:
+            self._hooked.setdefault(block, []).append(number)
+
+    def _run_hooks(self) -> None:
+        hooked, self._hooked = self._hooked, {}
+        for block in sorted(hooked, reverse=True):  # one order on all ranks
+            for number in sorted(hooked[block]):
+                after_accumulation(self.copies.blocks[block].parameters[number])
 
     def stepped(self, block: int, numbers: Iterable[int]) -> None:
         """An update has used these gradients up: ``.grad`` will say so."""
@@ -247,14 +264,16 @@ class GradientBook:
                 continue
             for i in arrived:
                 this.parameters[i].grad = views[i]
-                after_accumulation(this.parameters[i])
+                self._after(block, i)
         for block, numbers in self._stepped.items():
-            for parameter in (self.copies.blocks[block].parameters[i] for i in numbers):
+            for i in numbers:
+                parameter = self.copies.blocks[block].parameters[i]
                 parameter.grad = SteppedGradient.standing_for(parameter)
-                after_accumulation(parameter)
+                self._after(block, i)
         self._arrived.clear()
         self._stepped.clear()
         self.together = self._failed = False
+        self._run_hooks()
 
     def clear(self) -> None:
         """The backward has failed: what of it no one sees yet, no one will see."""
@@ -263,6 +282,7 @@ class GradientBook:
         self.fresh.clear()
         self._sums.clear()
         self.left_out.clear()
+        self._hooked.clear()
         self._failed = True
 
     def _put_aside(self, value: Value) -> None:

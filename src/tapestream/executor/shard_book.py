@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from tapestream.errors import GradientError
-from tapestream.executor.accumulation import after_accumulation
 from tapestream.executor.away import AwayGradient
 from tapestream.executor.gradients import Found, GradientBook
 from tapestream.executor.shard_copies import ShardCopies
@@ -113,7 +112,7 @@ class ShardBook(GradientBook):
             for i in arrived:
                 parameter = self.copies.blocks[block].parameters[i]
                 parameter.grad = AwayGradient.standing_for(parameter, self, value, i)
-                after_accumulation(parameter)
+                self._after(block, i)
         self._arrived.clear()
         self._summed.clear()
         super().publish()

@@ -124,15 +124,33 @@ class Agreement:
                         tensor.detach().copy_(there.view(tensor.shape))
 
     def waited(self, what: str, wait: Callable[[], T]) -> T:
-        """Raise StorageError where not all ranks have come to ``what`` within the group's timeout, or one has died."""
+        """Raise StorageError where not all ranks have come to ``what`` within the group's timeout, or one has died, and
+        InputError where the group is no more."""
         try:
             return wait()
-        except RuntimeError as error:  # c10d has no narrower type for it
+        except (RuntimeError, ValueError) as error:  # c10d has no narrower type for it
+            if not self._is_there():
+                text = (
+                    f"a rank {what}, but the process group that its model was given to is gone "
+                    "(destroy_process_group()): stream the model anew in the group that there is now, with peers= "
+                    "again; what the ranks had divided is in their last save"
+                )
+                raise self._noted(InputError(text)) from None
+            if isinstance(error, ValueError):
+                raise
             text = (
                 f"rank {self.rank} of {self.size} {what}, and not every rank came: one has ended, or makes other calls "
                 f"(each rank needs as many); c10d says: {str(error).splitlines()[0]}"
             )
             raise self._noted(StorageError(text)) from error
+
+    def _is_there(self) -> bool:
+        """Whether the process group is the one that there was, not destroyed meanwhile."""
+        try:
+            torch.distributed.get_process_group_ranks(self.group)
+            return bool(torch.distributed.get_rank(self.group) == self.rank)
+        except (RuntimeError, ValueError, KeyError):
+            return False
 
     @contextmanager
     def noting(self) -> Iterator[list[TapestreamError]]:

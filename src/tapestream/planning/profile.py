@@ -30,6 +30,7 @@ from tapestream.runner.captured import leaves_captured
 from tapestream.runner.depth import check_depth
 from tapestream.runner.graph import next_sequence_number, node_names, reached_leaves, used_again, uses_of_leaves
 from tapestream.runner.guards import hooks_off, refusing_backward
+from tapestream.runner.hooks import backward_hooks_off
 from tapestream.runner.inside import attends
 from tapestream.runner.kernels import algorithms_not_tried
 from tapestream.runner.left import left_by
@@ -144,10 +145,10 @@ def profile_stage(
         # From here on nothing is measured but time: a run that nobody watches would leave sizes behind.
         short = cost.forward_seconds < stage_costs.SHORT_SECONDS
         if short:
-            with watch.paused():
+            with watch.paused(), backward_hooks_off(stage.modules):
                 cost = stage_costs.settled(runner, state, out, cost, device, again=_is_settled((looks[0], device)))
         if attends(looks[0]) and not traits.calls_autograd and skew is None:
-            with watch.paused():
+            with watch.paused(), backward_hooks_off(stage.modules):
                 cost = stage_costs.with_inside(runner, state, out, cost, device)
         if device.type != "cpu":
             ending = cost.forward_seconds / 5  # what a GPU is asked to do ends later than the call

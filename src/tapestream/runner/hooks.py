@@ -1,7 +1,7 @@
 """Hooks of modules: a recompute runs those that the first run had, whatever was registered or removed since."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -22,6 +22,17 @@ def flags_of(module: nn.Module) -> tuple[dict[Any, Any], ...]:
     return (
         module._forward_hooks_with_kwargs, module._forward_hooks_always_called, module._forward_pre_hooks_with_kwargs
     )  # fmt: skip
+
+
+def backward_hooks_off(modules: Iterable[nn.Module]) -> contextlib.AbstractContextManager[None]:
+    """Inside, hooks on modules' backwards do nothing: they are for gradients, not for what is run to be timed, as often
+    as that takes."""
+    places = [place for module in modules for place in (module._backward_hooks, module._backward_pre_hooks) if place]
+    return holding([(place, dict.fromkeys(place, _nothing)) for place in places])
+
+
+def _nothing(*_: Any) -> None:
+    """In the place of a hook, so that the graph is the same."""
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from tapestream.runner.ambient import as_recompute
 from tapestream.runner.checkpointing import reentrant_checkpointing_off
 from tapestream.runner.graph import next_sequence_number
 from tapestream.runner.guards import hooks_off
+from tapestream.runner.hooks import backward_hooks_off
 from tapestream.runner.modes import unhooked
 from tapestream.runner.nesting import covering
 from tapestream.runner.stage import Stage
@@ -99,7 +100,7 @@ def cost_of(
         if most >= 2 * chunk and not ended:
             two = make(replace(body, chunk=2 * chunk), None)
             between = _between_nbytes(two, own(state), between, one_nbytes, watch)
-        with watch.paused():
+        with watch.paused(), backward_hooks_off(stage.modules):
             sweep = partial(timed, device, lambda: runner.sweep(own(state), 0, most, ended))
             seconds = min(sweep()[0] for _ in range(_SAMPLES)) / runner.reached
             found = cost.recorded_seconds, cost.backward_seconds

@@ -62,7 +62,8 @@ def to_dcp(path: str | os.PathLike[str], *, model: nn.Module, optimizer: torch.o
     planner.set_up_planner(_to_write(model, optimizer), is_coordinator=True)
     if ranks is None:
         return write_checkpoint(folder, planner)
-    return saved_together(ranks, {"": planner.given}, partial(write_checkpoint, folder, planner), "ts.to_dcp()")
+    write = partial(write_checkpoint, folder, planner)
+    return saved_together(ranks, {"": planner.given}, Saves(folder.parent), write, "ts.to_dcp()")
 
 
 def from_dcp(path: str | os.PathLike[str], *, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:

@@ -67,7 +67,7 @@ def save(path: str | os.PathLike[str], *, keep: int = 2, progress: Progress | No
     ranks = ranks_that_share(parts.values())
     trees, tensors = _packed(parts, ranks)
     if ranks is not None:
-        return saved_together(ranks, tensors, lambda: _write(saves, keep, progress, parts, trees, tensors))
+        return saved_together(ranks, tensors, saves, lambda: _write(saves, keep, progress, parts, trees, tensors))
     return _write(saves, keep, progress, parts, trees, tensors)
 
 

@@ -15,6 +15,7 @@ from tapestream.frontends.module.stream import handle_around, handle_of, is_stre
 from tapestream.frontends.module.streamed import Streamed
 from tapestream.frontends.module.whole import read_later
 from tapestream.frontends.saving import generators
+from tapestream.frontends.saving.folder import Saves
 from tapestream.frontends.saving.state import state_of
 from tapestream.frontends.saving.tree import pack, unpack
 from tapestream.optim.shown import StateInParts
@@ -112,14 +113,16 @@ def _handles(part: Any) -> Iterator[Streamed]:
 
 
 def saved_together(
-    ranks: Agreement, tensors: Mapping[str, Mapping[str, torch.Tensor]], write: Callable[[], Path],
+    ranks: Agreement, tensors: Mapping[str, Mapping[str, torch.Tensor]], saves: Saves, write: Callable[[], Path],
     call: str = "ts.save()",
 ) -> Path:  # fmt: skip
     """What ``write()`` gives on the first rank, which reads all ``tensors`` in turn; the others read those that are
-    divided, with it. Raises InputError, on every rank, where they save other things; where the first rank cannot save
-    it raises what `write` does, and the others StorageError, which says that. ``call``: what users have called."""
+    divided, with it. Raises InputError, on every rank, where they save other things, or one does not see the folder of
+    ``saves``; where the first rank cannot save it raises what `write` does, and the others StorageError, which says
+    that. ``call``: what users have called."""
     divided = [(name, t) for found in tensors.values() for name, t in found.items() if isinstance(t, StateInParts)]
     ranks.agree(f"came to what {call} writes", [[name, str(t.dtype), list(t.shape)] for name, t in divided])
+    _check_seen(ranks, saves, call)
     path = None
     if ranks.rank:
         _give(tensor for _, tensor in divided)
@@ -132,6 +135,28 @@ def saved_together(
             raise
     with _saying_why():
         return Path(ranks.told(f"ended {call}", None if path is None else str(path))[0])
+
+
+def _check_seen(ranks: Agreement, saves: Saves, call: str) -> None:
+    """Raise InputError, on every rank, where one does not see the folder of ``saves`` that the first one writes to, and
+    StorageError where the first one cannot write there."""
+    with ExitStack() as stack:
+        name = refused = None
+        if ranks.rank == 0:
+            try:
+                name = stack.enter_context(saves.beside(0)).name
+            except StorageError as error:
+                refused = str(error)
+        name, refused = ranks.told(f"came to the folder of {call}", [name, refused])[0]
+        if refused is not None:
+            raise StorageError(refused if ranks.rank == 0 else f"no rank has saved: rank 0 {_FAILED} ({refused})")
+        seen = ranks.told(f"looked into the folder of {call}", [(saves.path / name).is_dir(), str(saves.path)])
+    blind = [rank for rank, (found, _) in enumerate(seen) if not found]
+    if blind:
+        raise InputError(
+            f"{call} writes to {seen[0][1]} on rank 0, and rank {blind[0]} does not see that folder as "
+            f"{seen[blind[0]][1]}: nothing was written; give one folder that all ranks see, on a disk that they share"
+        )
 
 
 def _give(tensors: Iterable[StateInParts]) -> None:
