@@ -61,6 +61,16 @@ def test_machines_that_replicate_hold_the_model_each() -> None:
     assert each["tiers"]["host"]["peak_nbytes"] == pytest.approx(2 * shared["tiers"]["host"]["peak_nbytes"], rel=0.2)
 
 
+@pytest.mark.parametrize("network", ["50GB/s", "1GB/s"])
+def test_both_ways_are_told_and_are_what_comes_when_followed(network: str) -> None:
+    ways = [asked("--ranks", "4", "--machines", "2", "--network", network, *way) for way in ([], ["--replicate"])]
+    share, replicate = (answer["seconds_per_step"] for answer in ways)
+    for answer in ways:
+        assert answer["seconds_machines"] == pytest.approx({"share": share, "replicate": replicate})
+    _, said = told("--ranks", "4", "--machines", "2", "--network", network)
+    assert "all share one model; where each has the whole (--replicate) a step:" in said
+
+
 def test_a_slow_network_costs_time_only_where_it_is_passed() -> None:
     fast, slow = (
         asked("--ranks", "4", "--machines", "2", "--peers", "100GB/s", "--network", rate)["seconds_per_step"]

@@ -19,6 +19,7 @@ from tapestream.units import parse_nbytes
 if TYPE_CHECKING:
     from tapestream.cli.machine_file import MeasuredMachine
 
+_SUMS = (Tier.DEVICE, Tier.SHARD)
 _MINE, _GIVEN, _CHANGED = "this machine's", "given", "with that change"
 
 
@@ -52,6 +53,11 @@ class Hardware:
             ram=self.ram if ram is None else Capacity(parse_nbytes(ram), _CHANGED),
             disk=self.disk if disk is None else Capacity(parse_nbytes(disk), _CHANGED),
         )
+
+    def otherwise(self) -> "Hardware":
+        """The same where machines replicate what they now share, or share what they replicate."""
+        ranks = replace(self.ranks, replicate=not self.ranks.replicate)
+        return replace(self, ranks=ranks, machine=_joined(self.machine, ranks))
 
     def told(self, refusal: BudgetError) -> str:
         """Why something does not fit, with options in the place of arguments of Python."""
@@ -171,18 +177,25 @@ class HardwareOptions:
         given = {kind: checks.rate(options[kind], text) for kind, text in speeds.items() if text is not None}
         usual = usual_links(device, **given)
         links = _chosen(usual, {} if known is None else known.links, given)
-        gathers, sums = ranks.links()
-        if sums is not None and sums != gathers:
-            links = {**links, (Tier.DEVICE, Tier.SHARD): sums}
-        return Machine(
+        alone = Machine(
             shared_links(links, ranks.in_one),
             computing.flops_per_second if self.flops is None else checks.flops(self.flops),
             "" if known is None else known.name,
             computing.memory_bytes_per_second if self.memory_rate is None
             else checks.rate("--memory-rate", self.memory_rate),
-            computing.launch_seconds, gathers,
+            computing.launch_seconds, None,
             computing.host_updates_per_second if self.host_update is None else checks.updates(self.host_update),
         )  # fmt: skip
+        return _joined(alone, ranks)
+
+
+def _joined(machine: Machine, ranks: Ranks) -> Machine:
+    """One rank's machine with what joins it to the others."""
+    gathers, sums = ranks.links()
+    links = {ends: link for ends, link in machine.links.items() if ends != _SUMS}
+    if sums is not None and sums != gathers:
+        links[_SUMS] = sums
+    return replace(machine, links=links, peers=gathers)
 
 
 def _chosen(usual: Links, measured: Mapping[tuple[Tier, Tier], Link], given: Container[str]) -> Links:

@@ -14,6 +14,7 @@ from tapestream.cli.compare import compared, print_table
 from tapestream.cli.costs import Costs, costs_of
 from tapestream.cli.hardware import Hardware
 from tapestream.cli.machine import name
+from tapestream.cli.other_way import machines, seconds_machines, seconds_where, updates
 from tapestream.cli.remedies import Helping, remedies
 from tapestream.cli.subject import Subject, subject_of
 from tapestream.cli.targets import TargetOptions
@@ -102,7 +103,10 @@ def _answer(
     changes = [_by_option(change, hardware) for change, _ in options]
     document = _document(question, subject, costs, found, refusal, changes, hardware)
     if wanted.where is not None and found is not None and refusal is None:
-        document["answer"]["seconds_where"] = _seconds_where(question, found)
+        document["answer"]["seconds_where"] = seconds_where(question, found)
+    if hardware.ranks.may_replicate and found is not None and refusal is None:
+        other = _asked(costs, subject, hardware.otherwise(), wanted)
+        document["answer"]["seconds_machines"] = seconds_machines(hardware.ranks, found, other)
     larger = (answer for change, answer in options if change.keys() <= {"--budget", "--gpu"})
     document["least_fills"] = next((answer.fills for answer in larger), {})
     document["remedies"] = [_remedy_figures(one, hardware) for one in helping]
@@ -113,16 +117,6 @@ def _answer(
         _print_remedies(document, hardware.device, wanted.suggest and refusal is None)
     if refusal is not None:
         raise typer.Exit(2)
-
-
-def _seconds_where(question: Question, found: Answer) -> dict[str, float | None]:
-    """Of a step with updates on the device and on the host; None: does not fit."""
-    other: Where = "device" if question.where == "host" else "host"
-    try:
-        seconds: float | None = replace(question, where=other).plan().seconds
-    except (BudgetError, InputError):
-        seconds = None
-    return {question.where: found.seconds, other: seconds}
 
 
 def _by_option(change: Change, hardware: Hardware) -> Change:
@@ -287,20 +281,13 @@ def _rows(question: Question, subject: Subject, answer: dict[str, Any], hardware
         ),
         *([(f"fills {called}", _most(answer["fills"]))] if answer["fills"] else []),
         ("a step", f"{seconds}, {waiting} of it waiting"),
-        *([("updates", _updates(question, answer["seconds_where"]))] if "seconds_where" in answer else []),
+        *([("updates", updates(question.where, answer["seconds_where"]))] if "seconds_where" in answer else []),
+        *([("machines", machines(hardware.ranks, answer["seconds_machines"]))] if "seconds_machines" in answer else []),
         ("binds", _binding(answer)),
         (subject.unit, f"{show.number(answer[f'{subject.unit}_per_second'])} a second{by_all(hardware)}"),
         ("written to disk", f"{format_nbytes(written)} a step, {format_nbytes(a_day)} a day{_worn(answer)}"),
         ("assumed", "\n".join((*speeds(hardware, in_ram="seconds_where" in answer), room(hardware)))),
     ]
-
-
-def _updates(question: Question, seconds: Mapping[str, float | None]) -> str:
-    """Where blocks are updated, and what both ways take."""
-    told = {where: "does not fit" if took is None else format_seconds(took) for where, took in seconds.items()}
-    if question.where == "host":
-        return f"in RAM, with the bits of torch's optimizer on the CPU; on the device a step: {told['device']}"
-    return f"on the device; in RAM (--where host, the bits of torch's optimizer on the CPU) a step: {told['host']}"
 
 
 def _taken(tier: Tier, found: Mapping[str, Any], ranks: int) -> str:

@@ -33,6 +33,11 @@ class Ranks:
         """Among how many a block's bytes are divided."""
         return self.in_one if self.replicate else self.count
 
+    @property
+    def may_replicate(self) -> bool:
+        """Whether there are two ways: several machines, each of several GPUs."""
+        return self.machines > 1 and self.in_one > 1
+
     def links(self) -> tuple[Link | None, Link | None]:
         """For gathers, and for sums. A ring that passes several machines is as fast as its slowest part; where machines
         replicate, sums go on around all of them."""
