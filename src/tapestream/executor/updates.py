@@ -286,6 +286,8 @@ class Updates:
         return copies.region(value, copies.near).memory
 
     def _used(self, found: Iterable[tuple[int, int, Found]]) -> list[Region]:
+        if self._on_device and self._copies.shards is None:
+            return []  # nothing is copied from or to where it lives
         return [region for block, part, _ in found for region in self._copies.device_regions(block, part=part)]
 
     def _state(self, block: int, part: int) -> list[torch.Tensor]:
