@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import tapestream
 from tapestream import errors
 
 ROOT = Path(__file__).parents[1]
@@ -116,6 +117,12 @@ def test_the_drawn_tree_of_errors_is_the_real_one() -> None:
         if isinstance(error, type) and error.__bases__[0] is errors.TapestreamError
     }
     assert drawn == real
+
+
+def test_help_is_the_table_of_contents() -> None:
+    listed = re.findall(r"^    (\w[\w, ]*?)  +\S", tapestream.__doc__ or "", re.MULTILINE)
+    named = [name for line in listed for name in line.split(", ")]
+    assert sorted(named) == sorted(tapestream.__all__)
 
 
 def test_constraints_pin_every_requirement_exactly() -> None:

@@ -1,4 +1,52 @@
-"""Gradients of any size in the memory you have: exact backpropagation under a byte budget."""
+"""Gradients of any size in the memory you have: exact backpropagation under a byte budget.
+
+    import tapestream as ts
+
+What to differentiate, within ``budget=``:
+
+    stream      a network whose parameters, gradients and optimizer state move between GPU, RAM and disk
+    Chain       functions that are called one after the other
+    Join        chains that run side by side and meet
+    Loop        one step, any number of times
+    Program     any code that calls PyTorch, as it is
+    linear_cross_entropy   a head and its loss, in chunks
+
+Training a streamed model:
+
+    optimizer   an optimizer of PyTorch's, over parameters that are elsewhere
+    GradScaler  loss scaling for it
+    accumulate  several micro-batches, block by block
+    unstream    make it a plain model again
+    save, load  a run that goes on where it stopped
+    to_dcp, from_dcp       exchange with torch.distributed.checkpoint
+    Peers, whole, sum_over_ranks, LightningStrategy        several processes
+
+Before, and afterwards:
+
+    plan        what a step would take, and what would help, before anything is allocated
+    verify      are these the gradients of plain PyTorch, and is this within the budget?
+    report      what a call took, and who held it
+    measure_machine        how fast copies are here
+    track_memory           bytes that code allocates
+    recomputing            is this a recompute?
+
+Values:
+
+    Budget, Home, Machine, Link, Tier      how much, where, how fast
+    Plan, Schedule, Simulation             what is done when, and what that takes
+    Profile, StageCost, BlockCost          what stages and parameter blocks cost
+    planners, simulate                     each published algorithm by name, and the judge of their schedules
+
+Errors, and a warning:
+
+    TapestreamError the class of all these errors
+    BudgetError     it does not fit: the least that does, and what would help
+    BudgetExceeded  the warning: more was held than allowed, and by whom
+    GradientError   a gradient would have been wrong
+    InputError      this cannot be done as it was asked for
+    ScheduleError   a schedule breaks a rule
+    StorageError    a disk is full, or a file or another rank is gone
+"""
 
 from typing import TYPE_CHECKING, Any
 
