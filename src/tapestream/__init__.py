@@ -39,13 +39,13 @@ Values:
 
 Errors, and a warning:
 
-    TapestreamError the class of all these errors
-    BudgetError     it does not fit: the least that does, and what would help
-    BudgetExceeded  the warning: more was held than allowed, and by whom
-    GradientError   a gradient would have been wrong
-    InputError      this cannot be done as it was asked for
-    ScheduleError   a schedule breaks a rule
-    StorageError    a disk is full, or a file or another rank is gone
+    TapestreamError  the class of all these errors
+    BudgetError      it does not fit: the least that does, and what would help
+    BudgetExceeded   the warning: more was held than allowed, and by whom
+    GradientError    a gradient would have been wrong
+    InputError       this cannot be done as it was asked for
+    ScheduleError    a schedule breaks a rule
+    StorageError     a disk is full, or a file or another rank is gone
 """
 
 from typing import TYPE_CHECKING, Any
