@@ -69,15 +69,14 @@ class Moves:
 
     def obey(self, action: Offload | Prefetch | Wait | Free) -> bool:
         """What the first sweep does on its way. Whether all is well: nothing has written into what was on its way."""
-        if not self.spoilt:
-            with suppress(Spoilt):
-                match action:
-                    case Offload(value, source, target) | Prefetch(value, source, target):
-                        self.start(value, source, target)
-                    case Wait(value, tier):
-                        self.wait(value, tier)
-                    case Free(value, tier):
-                        self.free(value, tier)
+        with suppress(Spoilt):
+            match action:
+                case Offload(value, source, target) | Prefetch(value, source, target):
+                    self.start(value, source, target)
+                case Wait(value, tier):
+                    self.wait(value, tier)
+                case Free(value, tier):
+                    self.free(value, tier)
         return not self.spoilt
 
     def holds(self, value: Value) -> bool:
@@ -86,7 +85,7 @@ class Moves:
 
     def start(self, value: Value, source: Tier, target: Tier) -> None:
         """Start a copy. Raises Spoilt if the value is not what it was when it was kept."""
-        if value == _FIRST:
+        if not self._moves(value):
             return
         if source is Tier.DEVICE and not self._pack(value, target):
             raise Spoilt
@@ -94,7 +93,7 @@ class Moves:
 
     def wait(self, value: Value, tier: Tier) -> None:
         """Until the copy is there. Raises Spoilt if something was written into while it was copied."""
-        if value == _FIRST:
+        if not self._moves(value):
             return
         if tier is Tier.DEVICE:
             self.parcels.wait(value, tier)
@@ -108,12 +107,17 @@ class Moves:
 
     def free(self, value: Value, tier: Tier) -> None:
         """Drop a copy. Saved tensors of which there is no other go when backward has used them."""
-        if value == _FIRST:
+        if not self._moves(value):
             return
         if tier is not Tier.DEVICE:
             self.parcels.free(value, tier)
         elif self.parcels.holds(value):
             self._leave(value)
+
+    def _moves(self, value: Value) -> bool:
+        if self.spoilt:
+            raise Spoilt
+        return value != _FIRST
 
     def reversed(self, stage: int) -> None:
         """A stretch is about to be reversed, the last use of what it has saved."""
