@@ -1,81 +1,147 @@
-"""The engine alone, as somebody who writes a front end uses it."""
+"""The engine obeys any schedule over any segments. Here states are numbers, a tape is the number of its stage."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from tapestream.costs import Profile
+from tapestream.errors import ScheduleError
 from tapestream.executor.engine import Engine
-from tapestream.ir.actions import PhaseKind
-from tapestream.planning.auto import make_plan
+from tapestream.ir import (
+    Forward,
+    Free,
+    Keep,
+    KeepInside,
+    Kind,
+    Offload,
+    Phase,
+    PhaseKind,
+    Record,
+    Schedule,
+    Tier,
+    Value,
+)
+from tapestream.ir.lowering import PHASE
+from tapestream.planners import planners
 
-STAGES = 12
 
+class Counting:
+    """Segments whose state k is [k]. Notes what runs, and whether anybody else holds the live state."""
 
-class Functions:
-    """Segments: each stage is a function of one tensor."""
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.runs, self.without_output, self.fails_at = 0, 0, fails_at
+        self.last: list[tuple[int, bool]] = []
 
-    def __init__(self, functions: Sequence[Callable[[Tensor], Tensor]]) -> None:
-        self.functions, self.runs = functions, 0
+    def forward(self, live: list[Any], start: int, stop: int) -> list[int]:
+        assert live.pop() == [start]
+        self.runs += stop - start
+        return [stop]
 
-    def forward(self, live: list[Tensor], start: int, stop: int) -> Tensor:
-        x = live.pop()
-        with torch.no_grad():
-            for function in self.functions[start:stop]:
-                x = function(x)
-                self.runs += 1
-        return x
-
-    def record(self, live: list[Tensor], stage: int, *, output_needed: bool) -> tuple[Tensor | None, Any]:
-        x = live.pop().detach().requires_grad_()
-        with torch.enable_grad():
-            y = self.functions[stage](x)
+    def record(self, live: list[Any], stage: int, *, output_needed: bool) -> tuple[list[int] | None, int]:
+        if stage == self.fails_at:
+            self.fails_at = None
+            raise MemoryError
+        assert live.pop() == [stage]
         self.runs += 1
-        return (y.detach() if output_needed else None), (x, y)
+        self.without_output += not output_needed
+        return [stage + 1] if output_needed else None, stage
 
-    def backward(self, tape: Any, stage: int, cotangent: Tensor) -> Tensor:
-        x, y = tape
-        return torch.autograd.grad(y, x, cotangent)[0]
+    def backward(self, tape: int, stage: int, cotangent: int) -> int:
+        assert tape == stage == cotangent - 1
+        return stage
 
-    def keep(self, state: Tensor, stage: int) -> Tensor:
+    def keep(self, state: list[int], stage: int) -> list[int]:
+        assert state == [stage]
         return state
 
-    def restore(self, kept: Tensor, stage: int, *, last: bool) -> Tensor:
+    def restore(self, kept: list[int], stage: int, *, last: bool) -> list[int]:
+        self.last.append((stage, last))
         return kept
 
 
-class OneNode(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, engine: Engine) -> Tensor:
-        ctx.engine = engine
-        engine.begin(x.detach())
+def reversed_by(schedule: Schedule) -> tuple[Engine, Counting]:
+    segments = Counting()
+    engine, n = Engine(schedule, segments), schedule.stages
+    engine.begin([0])
+    engine.run_phase(PhaseKind.FORWARD)
+    assert engine.hand_over(n) == [n]
+    engine.cotangents[n] = n
+    engine.run_phase(PhaseKind.BACKWARD)
+    assert engine.cotangents == {0: 0}
+    assert engine.pending is None
+    assert not engine.kept
+    assert not engine.tapes
+    return engine, segments
+
+
+@pytest.mark.parametrize(
+    ("planner", "knobs"),
+    [
+        ("store_all", {}),
+        ("periodic", {"segments": 7}),
+        ("revolve", {"slots": 3}),
+        ("rotor", {}),
+        ("online", {"slots": 4}),
+    ],
+)
+@pytest.mark.parametrize("n", [10, 300])
+def test_plans_are_obeyed(planner: str, knobs: dict[str, int], n: int) -> None:
+    schedule = planners[planner](Profile.uniform(n), **knobs)
+    _, segments = reversed_by(schedule)
+    actions = list(schedule)
+    assert segments.runs == sum(a.stop - a.start if isinstance(a, Forward) else isinstance(a, Record) for a in actions)
+    if planner in ("revolve", "periodic"):
+        taken = sum(last for _, last in segments.last)
+        assert taken > 0
+        assert segments.without_output > 0
+
+
+def test_autograd_runs_each_backward_itself() -> None:
+    segments = Counting()
+    schedule = planners["revolve"](Profile.uniform(12), slots=2)
+    engine = Engine(Schedule.of((a for a in schedule if not isinstance(a, Phase)), 12), segments)
+    engine.begin([0])
+    found = []
+    while (stage := engine.bring()) is not None:
+        found.append(stage)
+        assert engine.index != stage + 1 or engine.live is None
+    assert found == list(reversed(range(12)))
+    assert engine.bring() is None
+
+
+def test_after_an_exception_nothing_goes_on() -> None:
+    segments = Counting(fails_at=2)
+    engine = Engine(Schedule.of(list(map(Record, range(4))), 4), segments)
+    engine.begin([0])
+    with pytest.raises(MemoryError):
+        engine.bring()
+    assert engine.bring() is None
+    assert segments.runs == 2
+
+
+@pytest.mark.parametrize(
+    ("action", "text"),
+    [
+        (Offload(Value(Kind.STATE, 0), Tier.DEVICE, Tier.DISK), "moves states .* this program has none; give folder="),
+        (Free(Value(Kind.PARAMETERS, 0), Tier.DEVICE), "this program streams none"),
+        (KeepInside(0), "keeps what stages make inside"),
+        (Keep(1), "needs state 1, but state 0 is live"),
+    ],
+)
+def test_what_a_program_does_not_have_is_named(action: Any, text: str) -> None:
+    engine = Engine(Schedule.of([Phase(PhaseKind.FORWARD), action, Phase(PhaseKind.BACKWARD)], 2), Counting())
+    engine.begin([0])
+    with pytest.raises(ScheduleError, match=text):
         engine.run_phase(PhaseKind.FORWARD)
-        found: Tensor = engine.hand_over(engine.stages)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        ctx.engine.cotangents[ctx.engine.stages] = gradient
-        ctx.engine.run_phase(PhaseKind.BACKWARD)
-        return ctx.engine.cotangents.pop(0), None
 
 
-@pytest.mark.parametrize("slots", [1, 3, STAGES])
-def test_a_front_end_in_forty_lines(slots: int) -> None:
-    functions = [lambda x, k=k: torch.sin(x * (1 + k / 10)) for k in range(STAGES)]
-    x = torch.randn(100, requires_grad=True)
-    expected = x
-    for function in functions:
-        expected = function(expected)
-    (wanted,) = torch.autograd.grad(expected.sum(), x)
-    plan = make_plan(Profile.uniform(STAGES, state_nbytes=400, saved_nbytes=800), 1600 + 800 * slots)
-    segments = Functions(functions)
-    found = OneNode.apply(x, Engine(plan.schedule, segments))  # type: ignore[no-untyped-call]
-    found.sum().backward()
-    assert torch.equal(found, expected)
-    assert x.grad is not None
-    assert torch.equal(x.grad, wanted)
-    assert segments.runs == plan.simulation.forwards
+def test_a_phase_ends_before_the_next() -> None:
+    forward, backward = Phase(PhaseKind.FORWARD), Phase(PhaseKind.BACKWARD)
+    engine = Engine(Schedule.of([forward, Forward(0, 2), backward], 2), Counting())
+    engine.begin([0])
+    engine.run_phase(PhaseKind.FORWARD)
+    assert engine.pending is not None
+    assert engine.pending[0] == PHASE
+    assert engine.live == [2]
+    engine.run_phase(PhaseKind.BACKWARD)
+    assert engine.live is None
