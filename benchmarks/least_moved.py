@@ -20,7 +20,7 @@ The bound depends on the tape, which plans choose for time: less of it leaves mo
 knows nothing of the tape, so it is lower, and in general out of reach.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -48,7 +48,7 @@ def least_moved(plan: ts.Plan) -> int:
     for value, positions in uses.items():
         inside[positions] += sizes[value]
         gaps += [(value, gap) for gap in _gaps(value, positions, len(computation))]
-    updated = [v for v, at in uses.items() if v.kind is not Kind.GRADIENT and Update(v.index) in _at(computation, at)]
+    updated = [v for v, at in uses.items() if v.kind is not Kind.GRADIENT and _updates(_at(computation, at))]
     copies = [2 if value.kind is Kind.GRADIENT else 1 for value, _ in gaps] + [1] * len(updated)
     nbytes = [sizes[value] for value, _ in gaps] + [sizes[value] for value in updated]
     gain = np.array([count * size / _UNIT for count, size in zip(copies, nbytes, strict=True)])
@@ -131,6 +131,11 @@ def _uses(computation: list[Action], profile: Profile) -> dict[Value, list[int]]
 
 def _at(computation: list[Action], positions: list[int]) -> list[Action]:
     return [computation[position] for position in positions]
+
+
+def _updates(actions: Iterable[Action]) -> bool:
+    """Whether one of them is an update, of whatever part."""
+    return any(isinstance(action, Update) for action in actions)
 
 
 def _gaps(value: Value, positions: list[int], length: int) -> Iterator[Matrix]:

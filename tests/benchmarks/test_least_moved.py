@@ -13,8 +13,9 @@ from tapestream.planning.auto import make_plan
 DISK = Machine({(Tier.DISK, Tier.DEVICE): Link(8.0), (Tier.DEVICE, Tier.DISK): Link(8.0)})
 
 
-def chain(blocks: int, tape: int = 0) -> Profile:
-    cost = BlockCost(10 << 20, 10 << 20, 20 << 20)
+def chain(blocks: int, tape: int = 0, parts: int = 1) -> Profile:
+    state = 20 << 20
+    cost = BlockCost(10 << 20, 10 << 20, state, state_parts=(state // parts,) * parts)
     return Profile(tuple(StageCost(1.0, 2.0, 1, tape, block=k) for k in range(blocks)), 1, (cost,) * blocks)
 
 
@@ -25,6 +26,15 @@ def test_no_plan_is_below_it(blocks: int, more: int, tape: int, update: str) -> 
     moved = sum(plan.simulation.bytes_moved.values())
     assert least_moved(plan) <= moved
     assert least_with_any_tape(plan, update) <= moved
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize("room", [60, 90, 120])
+def test_state_in_parts_is_written_too(update: str, room: int) -> None:
+    """So the bound for this tape is not below the one for all tapes."""
+    plan = make_plan(chain(4, parts=4), Budget(room << 20), DISK, update=update, home=Tier.DISK)
+    moved = sum(plan.simulation.bytes_moved.values())
+    assert least_with_any_tape(plan, update) <= least_moved(plan) <= moved
 
 
 def test_with_room_for_one_update_alone_everything_moves() -> None:
