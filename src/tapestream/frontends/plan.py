@@ -3,7 +3,7 @@
 import contextlib
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,9 @@ from torch import nn
 from tapestream.costs import Budget, Machine
 from tapestream.errors import BudgetError, GradientError, InputError
 from tapestream.executor.away import AwayGradient
+from tapestream.frontends.chain import Chain
 from tapestream.frontends.given import Arguments, arguments_of
+from tapestream.frontends.loop.loop import Loop
 from tapestream.frontends.module.calls.longest import Longest
 from tapestream.frontends.module.calls.profiling import Timings
 from tapestream.frontends.module.plans.batch import with_paces
@@ -23,6 +25,8 @@ from tapestream.frontends.module.stream import handle_of, is_streamed, stream, u
 from tapestream.frontends.module.streamed import Streamed
 from tapestream.frontends.module.whole import whole
 from tapestream.frontends.outlines.planned import ByShapes, has_only_shapes, is_elsewhere, planned_by_shapes
+from tapestream.frontends.planned_calls import plan_of_call
+from tapestream.frontends.program.program import Program
 from tapestream.frontends.suggested import head_of, helped, remedies_for, seconds_of, tried, tried_with
 from tapestream.peers.sums import sum_over_ranks
 from tapestream.planning.plan import Plan
@@ -33,7 +37,7 @@ from tapestream.runner.trees import tree_leaves
 
 
 def plan(
-    model: nn.Module,
+    model: nn.Module | Program,
     batch: Any,
     *,
     longest: Any = None,
@@ -50,9 +54,11 @@ def plan(
     faster (the loss in chunks, updates in the backward, a smaller batch several times over): `Plan.remedies` has it, or
     the BudgetError says it. Each takes a profile and a plan.
 
-    A streamed model is planned as it is. The model runs once to be profiled; weights, gradients, buffers and random
-    generators stay as they are. If a model has several chains of blocks, the plan is that of its first chain of
-    repeated blocks. Later plans of a model that is not streamed take the seconds that the first one measured.
+    A streamed model is planned as it is. So is a call of a `Chain`, `Join`, `Loop` or `Program`, which is not made: a
+    function runs once, of a loop two steps. There ``suggest`` tries a folder, ``planner="auto"`` and smaller batches.
+    A model runs once to be profiled; weights, gradients, buffers and random generators stay as they are. If it has
+    several chains of blocks, the plan is that of its first chain of repeated blocks. Later plans of a model that is not
+    streamed take the seconds that the first one measured.
 
     Nothing runs where the model (without ``weights=``) or the batch is on the meta device, and where ``device="cuda"``
     is not here and ``machine`` says how fast it is: then the plan is made from shapes alone. It has the numbers of
@@ -62,17 +68,18 @@ def plan(
 
     Raises BudgetError if nothing fits, or not for the longest batch, and InputError for arguments without effect.
     """
-    args, kwargs = arguments_of(batch)
     given = {"budget": budget, "device": device, "machine": machine, **arguments}
+    if isinstance(model, Chain | Loop | Program):
+        _check_nothing_given(f"a {type(model).__name__}, which has options of its own", given | {"longest": longest})
+        return plan_of_call(model, batch, suggest=suggest)
+    args, kwargs = arguments_of(batch)
     if not is_streamed(model) and _needs_no_run(model, args, kwargs, given):
         told = {name: value for name, value in given.items() if value is not None}
         return planned_by_shapes(model, args, kwargs, longest, ByShapes.of(told), suggest=suggest)
     _check_runs(model, args, kwargs, arguments)
     planned = partial(_planned, args=args, kwargs=kwargs, longest=longest, suggest=suggest)
     if is_streamed(model):
-        asked = [name for name, value in given.items() if value is not None]
-        if asked:
-            raise InputError(f"plan: {asked[0]}= has no effect on a model that is streamed already; leave it out")
+        _check_nothing_given("a model that is streamed already", given)
         found = planned(handle_of(model))
     else:
         with _streamed(model, given) as handle:
@@ -81,12 +88,19 @@ def plan(
         if suggest and given.get("loss_chunks") is None:
             change = {"loss_chunks": "auto"} | ({} if head is None else {"head": head})
             text = f"stream(..., {', '.join(f'{name}={value!r}' for name, value in change.items())})"
-            found.remedies += tried(text, partial(_otherwise, model, given | change, *found.call), found.prepared)
+            base = None if found.prepared is None else found.prepared.plans
+            found.remedies += tried(text, partial(_otherwise, model, given | change, *found.call), base)
     if found.refusal is not None:
         raise helped(found.refusal, found.remedies)
     assert found.plan is not None
     assert found.prepared is not None
     return replace(found.plan, remedies=remedies_for(found.remedies, seconds_of(found.prepared)))
+
+
+def _check_nothing_given(what: str, given: Mapping[str, Any]) -> None:
+    asked = [name for name, value in given.items() if value is not None]
+    if asked:
+        raise InputError(f"plan: {asked[0]}= has no effect on {what}; leave it out")
 
 
 def _needs_no_run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], given: Mapping[str, Any]) -> bool:
@@ -127,9 +141,9 @@ def _streamed(model: nn.Module, arguments: dict[str, Any]) -> Iterator[Streamed]
 
 def _otherwise(
     model: nn.Module, given: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[Prepared]:
+) -> Sequence[Plan]:
     with _streamed(model, given) as handle:
-        return [handle.prepare_for(args, kwargs)]
+        return handle.prepare_for(args, kwargs).plans
 
 
 @dataclass(slots=True)

@@ -14,32 +14,36 @@ from tapestream.frontends.module.calls.gathering import after_a_backward
 from tapestream.frontends.module.calls.refused import first_part, samples_of
 from tapestream.frontends.module.plans.prepare import Prepared
 from tapestream.frontends.module.streamed import Streamed
+from tapestream.planning.plan import Plan
 from tapestream.planning.remedy import Remedy, that_help
 
-Runs: TypeAlias = Sequence[Prepared]
-"""The plans of all runs that make one step."""
-_PARTS = (2, 4)
+Runs: TypeAlias = Sequence[Plan]
+"""The plans of all chains of all runs that make one step."""
+PARTS = (2, 4)
+"""Into how many a batch is cut."""
 
 
 def tried_with(handle: Streamed, args: tuple[Any, ...], kwargs: dict[str, Any], base: Prepared | None) -> list[Remedy]:
     """What can be changed of a model that is streamed, each planned for a call with these arguments; ``base``: without
     it, None where that does not fit."""
-    return [one for change, plan in _changes(handle, args, kwargs) for one in tried(change, plan, base)]
+    plans = None if base is None else base.plans
+    return [one for change, plan in _changes(handle, args, kwargs) for one in tried(change, plan, plans)]
 
 
-def tried(change: str, plan: Callable[[], Runs], base: Prepared | None) -> Iterator[Remedy]:
-    """One change, if what ``plan`` gives with it fits.
+def tried(change: str, plan: Callable[[], Runs], base: Runs | None) -> Iterator[Remedy]:
+    """One change, if what ``plan`` gives with it fits; ``base``: without it, None where that does not fit.
 
     Profiles are measured, each at another moment: what is lost beside everything stored counts, and the time itself
     only where that is longer, so that a quicker moment is no remedy. Waiting for copies takes as long at any moment.
     """
     with suppress(Exception):  # a model may refuse a smaller batch in words of its own, as BatchNorm does
         runs = plan()
-        seconds, stored = sum(map(seconds_of, runs)), sum(map(_stored_seconds, runs))
+        seconds, stored = sum(one.seconds for one in runs), sum(one.stored_seconds for one in runs)
         if base is not None and stored:
-            waits = sum(map(_waiting_seconds, runs))
-            seconds = max(seconds, waits + (seconds - waits) * _stored_seconds(base) / stored)
-        yield Remedy(change, seconds, max(plan.peak_nbytes for run in runs for plan in run.plans))
+            waits = sum(one.simulation.stall_seconds for one in runs)
+            then = sum(one.stored_seconds for one in base)
+            seconds = max(seconds, waits + (seconds - waits) * then / stored)
+        yield Remedy(change, seconds, max(one.peak_nbytes for one in runs))
 
 
 def remedies_for(tries: Iterable[Remedy], seconds: float) -> tuple[Remedy, ...]:
@@ -70,20 +74,12 @@ def head_of(model: nn.Module, blocks: Sequence[nn.Module]) -> str | None:
     return names[0] if len(names) == 1 else None
 
 
-def _waiting_seconds(found: Prepared) -> float:
-    return sum(plan.simulation.stall_seconds for plan in found.plans)
-
-
-def _stored_seconds(found: Prepared) -> float:
-    return sum(plan.stored_seconds for plan in found.plans)
-
-
 def _changes(
     handle: Streamed, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[str, Callable[[], Runs]]]:
     if handle.update == "step":
         yield "optimizer(..., update='backward')", partial(_in_backward, handle, args, kwargs)
-    for parts in _PARTS if handle.update != "backward" else ():  # where each part would be a step
+    for parts in PARTS if handle.update != "backward" else ():  # where each part would be a step
         if samples_of(args, kwargs) % parts == 0:
             yield f"the batch in {parts} equal parts, one after the other", partial(_cut, handle, args, kwargs, parts)
 
@@ -91,7 +87,7 @@ def _changes(
 def _in_backward(handle: Streamed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runs:
     update, handle.update = handle.update, "backward"
     try:
-        return [handle.prepare_for(args, kwargs)]
+        return handle.prepare_for(args, kwargs).plans
     finally:
         handle.update = update
 
@@ -99,4 +95,4 @@ def _in_backward(handle: Streamed, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _cut(handle: Streamed, args: tuple[Any, ...], kwargs: dict[str, Any], parts: int) -> Runs:
     """The first of the parts, and those after it beside its gradients."""
     first = handle.prepare_for(*first_part(args, kwargs, parts))
-    return [first, *[after_a_backward(handle, first, {})] * (parts - 1)]
+    return [*first.plans, *after_a_backward(handle, first, {}).plans * (parts - 1)]

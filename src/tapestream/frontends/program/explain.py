@@ -4,6 +4,7 @@ import contextlib
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from types import FrameType
@@ -56,7 +57,34 @@ def explained(
     Generators, and tensors of others that the function writes into (buffers), are afterwards as they were. Raises
     InputError where the function returns no tensor or saves nothing for backward, BudgetError where no plan fits.
     """
-    record, tape, budget = Record(kinds.copy()), Tape(), room.device_nbytes or 0
+    budget = room.device_nbytes or 0
+    one = looked_at("explain", function, device, budget, kinds)
+    found, record = one.found, one.found.record
+    borders = Borders(record, found.numbers, gradients_within=gradients_within)
+    shape = record.shape()
+    prepared = known if known is not None and known.shape == shape and known.fits(room) else None
+    prepared = prepared or prepare(borders, shape, room, planner, None, below)
+    if prepared.reversal is None:
+        cuts, reversal, _ = after_sweep(found, borders, one.online.taped, one.tape, budget, planner)
+        prepared = Prepared(shape, None, cuts, reversal)
+    return _Planned(record, one.notes, borders, prepared, budget).explanation()
+
+
+@dataclass(frozen=True, slots=True)
+class LookedAt:
+    """A call that has run and left nothing: its first sweep, what it saves, who chose what is kept, and the notes."""
+
+    found: Sweep
+    tape: Tape
+    online: Online
+    notes: "_Notes"
+
+
+def looked_at(what: str, function: Callable[[], Any], device: torch.device, budget: int, kinds: Kinds) -> LookedAt:
+    """Run ``function`` once, as a call within ``budget`` bytes does. Generators, and tensors of others that it writes
+    into (buffers), are afterwards as they were. Raises InputError, in the name of ``what``, where it returns no tensor
+    or saves nothing for backward."""
+    record, tape = Record(kinds.copy()), Tape()
     keeper = _Untouched(device, record)
     online = Online(record, keeper, tape, budget)
     notes = _Notes(tape, online)
@@ -67,23 +95,16 @@ def explained(
         notes.look()
         if not found_in(found.result):
             raise InputError(
-                f"explain: the function returned {type(found.result).__name__}, in which there is no tensor to "
+                f"{what}: the function returned {type(found.result).__name__}, in which there is no tensor to "
                 "differentiate; return the loss or the output"
             )
         found = Sweep(None, record, keeper, found.numbers, {})
     if not any(record.packs):
         raise InputError(
-            "explain: the function saves nothing for backward, since nothing that it computes with requires a "
+            f"{what}: the function saves nothing for backward, since nothing that it computes with requires a "
             "gradient; give it a tensor or parameters with requires_grad"
         )
-    borders = Borders(record, found.numbers, gradients_within=gradients_within)
-    shape = record.shape()
-    prepared = known if known is not None and known.shape == shape and known.fits(room) else None
-    prepared = prepared or prepare(borders, shape, room, planner, None, below)
-    if prepared.reversal is None:
-        cuts, reversal, _ = after_sweep(found, borders, online.taped, tape, budget, planner)
-        prepared = Prepared(shape, None, cuts, reversal)
-    return _Planned(record, notes, borders, prepared, budget).explanation()
+    return LookedAt(found, tape, online, notes)
 
 
 class _Notes:

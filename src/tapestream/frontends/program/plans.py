@@ -171,7 +171,7 @@ def after_sweep(
         one.entries = {number: entry for number, entry in one.entries.items() if number in needed}
         one.saves.clear()
     if budget < borders.sizes.bound_nbytes:  # no other question than what the least is
-        raise _too_small(borders, planner, leanest(borders, planner, budget)[0], budget)
+        raise too_small(borders, planner, leanest(borders, planner, budget)[0], budget)
     while True:
         while not borders.allowed[start]:
             start += 1
@@ -194,7 +194,7 @@ def after_sweep(
             else:
                 least, cuts, reversal = leanest(borders, planner, budget)
                 if least > budget:
-                    raise _too_small(borders, planner, least, budget) from None
+                    raise too_small(borders, planner, least, budget) from None
                 profile = borders.profile(cuts)
                 break
     _drop_unneeded(kept, tape, start)
@@ -256,7 +256,8 @@ def _forwards(schedule: Schedule) -> int:
     return sum(a.stop - a.start if isinstance(a, Forward) else isinstance(a, Record) for a in schedule)
 
 
-def _too_small(borders: Borders, planner: str, least: int, budget: int) -> BudgetError:
+def too_small(borders: Borders, planner: str, least: int, budget: int) -> BudgetError:
+    """The refusal of a call for which ``least`` bytes are the fewest found to work."""
     return BudgetError(
         f"Program: a budget of {format_nbytes(budget)} ({budget} bytes) was asked for, but the least found to work is "
         f"{format_nbytes(least)} ({least} bytes), with the shortest segments; allow that much, or make the tensors "
