@@ -105,7 +105,8 @@ def make_plan(
     updated: on the device, or in HOST, see `hosted_blocks`. Among equally fast plans the one of least peak wins, then
     the simpler.
 
-    Never worse than a planner that it tries is at the same budget. Pure; a bounded number of simulations. Raises
+    Never worse than a planner that it tries is at the same budget (`Plan.fastest_seconds`; with blocks that move, the
+    plan that is taken may be 3% slower). Pure; a bounded number of simulations. Raises
     BudgetError when nothing fits (``least_nbytes`` is a device budget that works), InputError for unknown names and
     knobs.
     """
@@ -281,10 +282,11 @@ class _Search:
 
     def _refined(self, chosen: Found) -> Found:
         """The best that can be made of it, which takes its place in the list."""
-        found = refined(chosen, self.terms)
+        found = refined(chosen, self.found, self.terms)
         for number, (name, seconds, _) in enumerate(self.alternatives):
-            if (name, seconds) == (found.schedule.planner, chosen.seconds):
+            if found is not chosen and name == found.schedule.planner and seconds is not None:
                 self.alternatives[number] = name, found.seconds, _summary(found, self.terms)
+                break
         return found
 
     def _refusal(self, planner: str, name: str, error: BudgetError) -> BudgetError:
