@@ -104,3 +104,14 @@ def test_a_loop_of_steps_whose_backward_reads_no_state_holds_none() -> None:
     assert loop.plan is not None
     assert loop.plan.peak_nbytes <= (3 * 16 + 4.3) * STATE
     assert 0.92 * loop.plan.peak_nbytes <= peak_of(run, [push]) <= loop.plan.peak_nbytes
+
+
+def test_a_plan_by_shapes_alone_counts_the_same() -> None:
+    """Fakes have storages as large as real ones, so that cotangents cost what the measured profile says."""
+    with torch.device("meta"):
+        by_shapes = ts.plan(Model(4), torch.zeros(WIDTH, WIDTH), optimizer="sgd", device="cpu").profile
+    model = ts.stream(Model(4), device="cpu")
+    model(torch.randn(WIDTH, WIDTH)).backward()
+    measured = ts.report(model).plan.profile
+    assert [cost.cotangent_bytes for cost in by_shapes.stages] == [cost.cotangent_bytes for cost in measured.stages]
+    assert measured.stages[0].cotangent_bytes > STATE

@@ -46,6 +46,7 @@ def _longer(segment: Segment, layer: range, times: int) -> Segment:
         segment,
         stages=[*_repeated(segment.stages, stages, times)],
         works=[*_repeated(segment.works, stages, times)],
+        behind=[*_repeated(segment.behind, stages, times)],
         positions=[*positions[: stages.stop], *range(layer.stop, layer.stop + more), *positions[stages.stop :]],
         spans=[*_spans(segment.spans, stages, times)],
     )

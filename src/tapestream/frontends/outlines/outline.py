@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from torch import nn
 
@@ -14,20 +14,32 @@ from tapestream.frontends.module.plans.terms import Terms, Update
 from tapestream.frontends.outlines.group_costs import block_costs, kept_nbytes, staying_nbytes
 from tapestream.ir.actions import Tier
 from tapestream.ir.homes import HomeLike
+from tapestream.planning.stage_costs import with_behind
 from tapestream.planning.where import Where
 
 Works: TypeAlias = tuple[Work, Work]
 """Operations of a forward and of its backward."""
 
 
+class Outlined(NamedTuple):
+    """What a module's call takes: its cost, without seconds, its operations, and bytes behind the cotangents that its
+    backward gives (see `with_behind`)."""
+
+    cost: StageCost
+    works: Works
+    behind_nbytes: int
+
+
 @dataclass(slots=True)
 class Segment:
     """Modules called one after the other. ``stages``: their costs, without seconds; ``works``: their operations;
-    ``positions``: which they are; ``spans``: first and last state of each storage that several share, and its bytes."""
+    ``behind``: bytes behind the cotangents that they give; ``positions``: which they are; ``spans``: first and last
+    state of each storage that several share, and its bytes."""
 
     initial_nbytes: int
     stages: list[StageCost] = field(default_factory=list)
     works: list[Works] = field(default_factory=list)
+    behind: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     spans: list[tuple[int, int, int]] = field(default_factory=list)
     travelling: dict[int, int] = field(default_factory=dict)  # storages of the last state: where in ``spans``
@@ -135,7 +147,12 @@ class Outline:
             shards,
         )  # fmt: skip
         return tuple(
-            step.profile(number, list(_timed(segment, rates)), segment.initial_nbytes, segment.carried)
+            step.profile(
+                number,
+                with_behind(list(_timed(segment, rates)), segment.behind),
+                segment.initial_nbytes,
+                segment.carried,
+            )
             for number, segment in enumerate(self.segments)
         )
 

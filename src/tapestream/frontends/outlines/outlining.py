@@ -25,7 +25,7 @@ from tapestream.frontends.module.lazy_logits import compute_lazily, find_head, i
 from tapestream.frontends.module.observing.arguments import BlockRun, Link
 from tapestream.frontends.outlines.alike import Alike
 from tapestream.frontends.outlines.fake import FakeMeter, fake_tensors, faked, storages
-from tapestream.frontends.outlines.outline import Outline, Segment, Works
+from tapestream.frontends.outlines.outline import Outline, Outlined, Segment
 from tapestream.runner.ambient import as_recompute
 from tapestream.runner.guards import Guard
 from tapestream.runner.private import may_change, tensors_in
@@ -174,8 +174,8 @@ class _Outlining:
         self.head: nn.Linear | None = None
         self.before_nbytes = 0
         self.outside: Work = {}
-        self._costs: dict[object, tuple[StageCost, Works]] = {}
-        self._alike = Alike[tuple[StageCost, Works]](modules)
+        self._costs: dict[object, Outlined] = {}
+        self._alike = Alike[Outlined](modules)
         self._link = Link()
         self._root = torch.empty(0, requires_grad=True, device="cpu")
         self._measuring = contextlib.ExitStack()
@@ -253,10 +253,10 @@ class _Outlining:
                 found, out = known, take_apart(run(tensors))[0]
         if call is not None and known is None:
             call.learn(found)
-        cost, works = found
         segment = self.segments[-1]
-        segment.stages.append(replace(cost, reads_parameters=reads_parameters(self.modules[position])))
-        segment.works.append(works)
+        segment.stages.append(replace(found.cost, reads_parameters=reads_parameters(self.modules[position])))
+        segment.works.append(found.works)
+        segment.behind.append(found.behind_nbytes)
         segment.positions.append(position)
         segment.follow(before, storages(out.tensors))
         self.before_nbytes += _taken_over(run, args, kwargs)
@@ -270,10 +270,8 @@ class _Outlining:
         guarded: torch.Tensor = Guard.apply(self._root, tensor, name)  # type: ignore[no-untyped-call]
         return guarded
 
-    def _cost(
-        self, position: int, run: BlockRun, tensors: Sequence[torch.Tensor]
-    ) -> tuple[tuple[StageCost, Works], State]:
-        """What a block's call costs but for time, its operations, and its output."""
+    def _cost(self, position: int, run: BlockRun, tensors: Sequence[torch.Tensor]) -> tuple[Outlined, State]:
+        """What a block's call takes, and its output."""
         name, held = run.name, storages(tensors)
         inputs = tuple(self._guarded(name, t.detach(), t.requires_grad) for t in tensors)
         shapes: list[object] = []
@@ -289,15 +287,15 @@ class _Outlining:
         work = frozenset(forward.items())
         kind = (tuple(shapes), work, nbytes, section.peak_nbytes, out.requires, len(parameters))
         if kind not in self._costs:
-            cost, backward = self._measured(run, tensors, nbytes, parameters)
+            cost, backward, behind = self._measured(run, tensors, nbytes, parameters)
             extra = max(0, section.peak_nbytes - nbytes)
-            self._costs[kind] = replace(cost, forward_extra_nbytes=extra), (forward, backward)
+            self._costs[kind] = Outlined(replace(cost, forward_extra_nbytes=extra), (forward, backward), behind)
         return self._costs[kind], out
 
     def _measured(
         self, run: BlockRun, tensors: Sequence[torch.Tensor], nbytes: int, parameters: Sequence[torch.Tensor]
-    ) -> tuple[StageCost, Work]:
-        """A recorded run and its backward, and the operations of that."""
+    ) -> tuple[StageCost, Work, int]:
+        """A recorded run and its backward, the operations of that, and bytes behind the cotangents that it gives."""
         held: set[int] = set()
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -309,12 +307,15 @@ class _Outlining:
             out, live = take_apart(run(inputs))
         before, after = storages(inputs), storages(out.tensors)
         roots = [t for t in live if t.requires_grad]
-        leaves = [*(t for t in inputs if t.requires_grad), *parameters]
+        states = [t for t in inputs if t.requires_grad]
+        leaves = [*states, *parameters]
         cotangents = [torch.ones_like(t) for t in roots]
         made: tuple[torch.Tensor | None, ...] = ()
         with self.meter.counted() as backward, self.meter.measured() as section:
             if roots and leaves:
                 made = torch.autograd.grad(roots, leaves, cotangents, allow_unused=True)
+        given = [t for t in made[: len(states)] if t is not None]
+        behind = max(0, sum(storages(given).values()) - sum(t.nbytes for t in given))
         saved = max(0, recorded.end_nbytes - nbytes)
         cost = StageCost(
             0.0,
@@ -330,7 +331,7 @@ class _Outlining:
             record_extra_nbytes=max(0, recorded.peak_nbytes - recorded.end_nbytes),
             saved_storages=len(held - {*before, *after, *storages(parameters)}),
         )
-        return cost, backward
+        return cost, backward, behind
 
 
 def _lost(_: Any) -> Any:
