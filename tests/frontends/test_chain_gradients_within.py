@@ -83,3 +83,15 @@ def test_measured_peak_and_bits(share: float) -> None:
         torch.autograd.backward([root], [cotangent])
     # The simulator counts the caller's cotangent too, which was there before.
     assert 0.95 * net.plan.peak_nbytes - cotangent.nbytes <= meter.peak_nbytes <= 1.05 * net.plan.peak_nbytes
+
+
+def test_what_a_backward_frees_is_set_off_against_gradients_that_it_makes() -> None:
+    """Most of what the stage saves is gone before the gradient of its first product is made."""
+    deep = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())))
+    extras = []
+    for within in (True, False):
+        net = Chain([deep], gradients_within=within)
+        net(batch())
+        assert net.plan is not None
+        extras.append(net.plan.profile.stages[0].backward_extra_nbytes)
+    assert extras[0] < 0 == extras[1]

@@ -32,8 +32,9 @@ from tapestream.frontends.reached import also_reached
 from tapestream.ir.actions import Tier
 from tapestream.planning.cache import ByShape, KnownInputs, Prepared, ProfiledStages, key_of, shapes_of
 from tapestream.planning.exceeded import Exceeded
+from tapestream.planning.gradient_costs import with_gradients
 from tapestream.planning.plan import Plan
-from tapestream.planning.profile import profile_stages, undisturbed, with_gradients
+from tapestream.planning.profile import profile_stages, undisturbed
 from tapestream.runner.ambient import as_recompute
 from tapestream.runner.checkpointing import reentrant_checkpointing_off
 from tapestream.runner.graph import let_go_of_failed_backward
@@ -247,7 +248,7 @@ class Chain(nn.Module):
     def _profile_part(self, part: slice, initial: State, device: torch.device) -> tuple[Profile, list[Traits], State]:
         while True:
             stages = self._stages[part]
-            profile, traits, last = profile_stages(stages, initial, device)
+            profile, traits, last = profile_stages(stages, initial, device, gradients_within=self.gradients_within)
             if not any(trait.mutates for trait in traits[1:]):
                 return profile, traits, last
             cells = [cell for trait in traits for cell in trait.cells]

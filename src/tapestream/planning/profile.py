@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from tapestream.accelerator.memory import tensor_nbytes
 from tapestream.capture.buffers import BufferSnapshot
 from tapestream.capture.cells import Cell, Contents
 from tapestream.capture.observe import Observation, UnknownModules, observed
@@ -18,6 +17,7 @@ from tapestream.capture.snapshot import Snapshot
 from tapestream.costs import Profile, StageCost
 from tapestream.errors import InputError
 from tapestream.planning import stage_costs
+from tapestream.planning.gradient_costs import without_set_off
 from tapestream.planning.observer import Observer
 from tapestream.planning.repeating import check_generators, check_repeats, check_runs_alike
 from tapestream.planning.travellers import Travellers
@@ -76,12 +76,14 @@ def profile_stages(
     state: State,
     device: torch.device,
     *,
+    gradients_within: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Profile, list[Traits], State]:
     """Run each stage on ``state``: a kind of stage seen before twice forward, a new kind more often and backward too.
 
-    Returns the Profile (``initial_nbytes`` 0: the caller owns its arguments), the traits, and the last state as a
-    template. Needs the memory of one stage beyond its input; afterwards RNG, buffers and gradients are as before.
+    ``gradients_within``: gradients of leaves will count (see `with_gradients`). Returns the Profile (``initial_nbytes``
+    0: the caller owns its arguments), the traits, and the last state as a template. Needs the memory of one stage
+    beyond its input; afterwards RNG, buffers and gradients are as before.
     """
     costs, traits = list[StageCost](), list[Traits]()
     travellers, profiled = Travellers(state), Profiled()
@@ -90,8 +92,7 @@ def profile_stages(
         for k, stage in enumerate(stages):
             with hooks_off([*stage.parameters(), *leaves_captured(stage.function)]):
                 cost, trait, out = profile_stage(stage, state, watch, profiled)
-            # Where gradients are not counted, nothing that comes before they do can be set off against them.
-            costs.append(replace(cost, backward_extra_nbytes=max(0, cost.backward_extra_nbytes)))
+            costs.append(cost if gradients_within else without_set_off(cost))
             traits.append(trait)
             travellers.follow(state, out)
             state = out
@@ -336,15 +337,3 @@ def undisturbed(
         contents.put_back()
         for snapshot in snapshots:
             snapshot.put_back()
-
-
-def with_gradients(profile: Profile, traits: Sequence[Traits], initial: State) -> Profile:
-    """Each parameter's gradient counts at the stage whose backward makes it: the last one that uses the parameter. That
-    of the argument counts at the first."""
-    maker = {id(leaf): (k, tensor_nbytes(leaf)) for k, trait in enumerate(traits) for leaf in trait.leaves}
-    made = [0] * len(profile)
-    for k, nbytes in maker.values():
-        made[k] += nbytes
-    made[0] += sum(tensor_nbytes(t) for t, requires in zip(initial.tensors, initial.requires, strict=True) if requires)
-    pairs = zip(profile.stages, made, strict=True)
-    return replace(profile, stages=tuple(replace(cost, gradient_nbytes=nbytes) for cost, nbytes in pairs))
