@@ -78,7 +78,8 @@ class Keeper:
 
     def begin(self) -> None:
         """Operation 0 is to come."""
-        first = self._generators = self._capture()
+        first: TorchGenerators | None = self._capture()
+        self._generators = first
         self.kept = {0: Kept(0, {}, first)}
 
     def keep(
@@ -116,8 +117,9 @@ class Keeper:
 
     def generators(self) -> TorchGenerators:
         """The states of torch's generators; equal ones are held once."""
-        self._generators = self._capture().sharing(self._generators)
-        return self._generators
+        found = self._capture()
+        self._generators = found = found if self._generators is None else found.sharing(self._generators)
+        return found
 
     def drop(self, operation: int) -> None:
         """Give up a restart checkpoint."""
@@ -180,10 +182,12 @@ class Keeper:
 
     def settle(self, record: Record) -> None:
         """The program has ended: drop what nothing uses any more."""
+        self._generators, draws = None, record.draws_nbytes or record.of_users()
         for operation in [k for k in self.kept if k >= max(1, len(record))]:
             del self.kept[operation]
         alone = record.left_alone
         for operation, kept in self.kept.items():
+            kept.generators = kept.generators if draws else None
             kept.entries = {
                 n: e for n, e in kept.entries.items() if last_use(record, n) >= operation and e.storage not in alone
             }

@@ -117,10 +117,8 @@ class ProgramSteps:
         self._own = frozenset()
         return Kept(state.operation, state.entries, self._generators())
 
-    def _generators(self) -> TorchGenerators:
-        if self._first is None or self.program.draws_nbytes:
-            self._first = self.program.generators()
-        return self._first
+    def _generators(self) -> TorchGenerators | None:
+        return self.program.generators() if self.program.draws_nbytes else self._first
 
     def restore(self, kept: Kept, stage: int, *, last: bool) -> Kept:
         """The live state of a restart checkpoint."""
@@ -128,7 +126,7 @@ class ProgramSteps:
         if self.draws:
             assert kept.generators is not None
             self.program.restore(kept.generators)
-        self._own = frozenset()
+        self._own, self._first = frozenset(), kept.generators
         return Kept(kept.operation, kept.entries, saves=kept.saves)
 
     def _todo(self, first: int, end: int, live: Kept) -> bytearray:
