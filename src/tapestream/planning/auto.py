@@ -14,8 +14,9 @@ from tapestream.passes.residency import UpdateMode
 from tapestream.planners import least_seconds, planners
 from tapestream.planners.joint import ONLINE
 from tapestream.planning.allowances import allowances
+from tapestream.planning.apart import best_apart
 from tapestream.planning.choices import Terms
-from tapestream.planning.fastest import Found, judged_as, leanest, refined, spared
+from tapestream.planning.fastest import Found, leanest, refined
 from tapestream.planning.plan import Alternative, Plan
 from tapestream.planning.shortened import shortened
 from tapestream.planning.split import Tapes, best_resident, best_split, gradients_may_stay
@@ -152,7 +153,7 @@ def _search(terms: Terms, planners_tried: Mapping[str, dict[str, object]], plann
 
 def _search_all(terms: Terms, planners_tried: Mapping[str, dict[str, object]], planner: str) -> Plan:
     search, profile, knobs_of = _Search(terms, planners_tried), terms.profile, planners_tried
-    plain = profile.without_blocks() if profile.blocks else profile
+    plain = profile.without_blocks() if profile.blocks else profile.apart
     staying = profile.with_gradients_staying() if gradients_may_stay(terms) else None
     for name, knobs in knobs_of.items():
         for own in _variants(name, knobs, streamed=bool(profile.blocks)):
@@ -195,7 +196,7 @@ class _Search:
         self.inputs: list[InputError] = []
         self.bound = (
             0.0
-            if terms.profile.blocks or terms.profile.ends or terms.keeps_inside
+            if terms.profile.blocks or terms.profile.ends or terms.keeps_inside or terms.profile.shared is not None
             else least_seconds(terms.profile, terms.budget, terms.machine or Machine())
         )
 
@@ -259,8 +260,7 @@ class _Search:
     def _found(self, tapes: Tapes) -> Found | None:
         terms = self.terms
         if not any(True for _ in block_values(terms.profile)):
-            schedule = tapes.within(terms.budget)
-            return spared(judged_as(schedule, terms), terms)
+            return best_apart(tapes, terms)
         if not self._moving:
             return best_resident(tapes, terms)
         return best_split(tapes, terms, min((one.fastest for one in self.found), default=float("inf")))
