@@ -211,4 +211,4 @@ def test_what_cannot_be_is_one_line() -> None:
                   update="step", where="host")  # fmt: skip
     lives = sum(block.optimizer_state_nbytes + block.parameters_nbytes for block in known.blocks)
     with pytest.raises(BudgetError, match="HOST"):
-        make_plan(known, Budget(budget.device_nbytes, host=lives), machine, update="step", where="host")
+        make_plan(known, Budget(budget.device_nbytes, host=lives), machine, update="step", where="host", home=HOST)

@@ -30,7 +30,7 @@ def test_tapes_that_take_too_long_are_not_made_ready_for_blocks(monkeypatch: pyt
         return found
 
     monkeypatch.setattr(split, "streaming_of", noted)
-    monkeypatch.setattr("tapestream.planning.auto.best_split", split_faster_than)
+    monkeypatch.setattr("tapestream.planning.search.best_split", split_faster_than)
     question = replace(questions.drawn(300), blocks=64, flops=2e12)
     assert question.plan() is not None
     assert not slower

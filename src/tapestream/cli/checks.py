@@ -62,7 +62,7 @@ def check_planned(optimizer: str, update: str, where: str | None) -> None:
 def check_update(update: str, where: str | None = None) -> None:
     """Raise InputError for a moment or place of updates that is not known."""
     one_of("--update", update, _UPDATES)
-    one_of("--where", where or "auto", ("auto", "device", "host"))
+    one_of("--where", where or "auto", ("auto", "device", "host", "mixed"))
 
 
 def size(option: str, text: str, *, least: int = 1) -> int:

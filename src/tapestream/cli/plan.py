@@ -14,17 +14,17 @@ from tapestream.cli.compare import compared, print_table
 from tapestream.cli.costs import Costs, costs_of
 from tapestream.cli.hardware import Hardware
 from tapestream.cli.machine import name
-from tapestream.cli.other_way import machines, seconds_machines, seconds_where, updates
 from tapestream.cli.remedies import Helping, remedies
+from tapestream.cli.replicas import machines, seconds_machines
 from tapestream.cli.subject import Subject, subject_of
 from tapestream.cli.targets import TargetOptions
+from tapestream.cli.where import asked_where, blocks_updated, seconds_where, updates_where
 from tapestream.errors import BudgetError, InputError
 from tapestream.frontends.loss import Chunks
 from tapestream.frontends.outlines.answer import Answer
 from tapestream.frontends.outlines.optimizers import checked, refused
 from tapestream.frontends.outlines.question import Question
 from tapestream.ir.actions import MEMORIES, Tier
-from tapestream.planning.where import Where
 from tapestream.units import DAY, format_nbytes, format_seconds
 
 _HOMES = {"auto": None, "device": Tier.DEVICE, "host": Tier.HOST, "disk": Tier.DISK}
@@ -56,7 +56,7 @@ def planned(target: str, wish: TargetOptions, hardware: Hardware, wanted: PlanOp
     """Say whether the step fits. Raises typer.Exit(2) where it does not."""
     if hardware.device == "cpu" and wanted.where is not None:
         checks.no_effect("--where", "--device cpu, where all is updated in RAM")
-    checked(wanted.optimizer, wanted.update, "host" if wanted.where == "host" else "device")
+    checked(wanted.optimizer, wanted.update, asked_where(wanted.where))
     subject = subject_of(target, wish)
     costs = costs_of(subject, hardware.device)
     question = _asked(costs, subject, hardware, wanted)
@@ -74,7 +74,7 @@ def planned(target: str, wish: TargetOptions, hardware: Hardware, wanted: PlanOp
 
 def _asked(costs: Costs, subject: Subject, hardware: Hardware, wanted: PlanOptions) -> Question:
     ranks, on_cpu = hardware.ranks, hardware.device == "cpu"
-    where: Where = "host" if wanted.where == "host" else "device"
+    where = asked_where(wanted.where)
     return Question(
         costs.outline, subject.batch, checked(wanted.optimizer, wanted.update, where), wanted.update, hardware.device,
         budget=hardware.budget, gpu=hardware.device_nbytes,
@@ -104,6 +104,7 @@ def _answer(
     document = _document(question, subject, costs, found, refusal, changes, hardware)
     if wanted.where is not None and found is not None and refusal is None:
         document["answer"]["seconds_where"] = seconds_where(question, found)
+        document["answer"]["blocks_updated"] = blocks_updated(found)
     if hardware.ranks.may_replicate and found is not None and refusal is None:
         other = _asked(costs, subject, hardware.otherwise(), wanted)
         document["answer"]["seconds_machines"] = seconds_machines(hardware.ranks, found, other)
@@ -281,13 +282,18 @@ def _rows(question: Question, subject: Subject, answer: dict[str, Any], hardware
         ),
         *([(f"fills {called}", _most(answer["fills"]))] if answer["fills"] else []),
         ("a step", f"{seconds}, {waiting} of it waiting"),
-        *([("updates", updates(question.where, answer["seconds_where"]))] if "seconds_where" in answer else []),
+        *([("updates", _updates(question, answer))] if "seconds_where" in answer else []),
         *([("machines", machines(hardware.ranks, answer["seconds_machines"]))] if "seconds_machines" in answer else []),
         ("binds", _binding(answer)),
         (subject.unit, f"{show.number(answer[f'{subject.unit}_per_second'])} a second{by_all(hardware)}"),
         ("written to disk", f"{format_nbytes(written)} a step, {format_nbytes(a_day)} a day{_worn(answer)}"),
         ("assumed", "\n".join((*speeds(hardware, in_ram="seconds_where" in answer), room(hardware)))),
     ]
+
+
+def _updates(question: Question, answer: dict[str, Any]) -> str:
+    updated = answer["blocks_updated"]
+    return updates_where(question, answer["seconds_where"], updated["device"], updated["host"])
 
 
 def _taken(tier: Tier, found: Mapping[str, Any], ranks: int) -> str:

@@ -55,14 +55,16 @@ class PartUpdate:
 class Updater:
     """How blocks are updated: ``run`` applies the optimizer's rule in place.
 
-    ``eager``: within the backward (``update="backward"``), so that no gradient is ever kept. ``hosted``: in RAM below
-    the device, those that are not plain tensors on it; ``late``: whether those of some parameters may go on under what
-    the user does after a step (None: of none).
+    ``eager``: within the backward (``update="backward"``), so that no gradient is ever kept. ``hosted``: whether a
+    block is updated in RAM below the device if it is no plain tensors on it (None: none is), where ``run_on_host``
+    applies the rule; ``late``: whether updates there of some parameters may go on under what the user does after a step
+    (None: of none).
     """
 
     run: Callable[[Sequence[PartUpdate]], None]
     eager: bool
-    hosted: bool = False
+    hosted: Callable[[int], bool] | None = None
+    run_on_host: Callable[[Sequence[PartUpdate]], None] | None = None
     late: Callable[[Sequence[torch.Tensor]], bool] | None = None
 
 
@@ -96,7 +98,8 @@ class Updates:
 
     def is_hosted(self, block: int) -> bool:
         """Whether the block is updated in RAM below the device."""
-        return self.updater is not None and self.updater.hosted and block not in self.pinned
+        hosted = None if self.updater is None else self.updater.hosted
+        return hosted is not None and block not in self.pinned and hosted(block)
 
     def has_gradient(self, block: int) -> bool:
         """Whether a backward has left a gradient for the block that no update has used up."""
@@ -189,7 +192,9 @@ class Updates:
                     copies.end_on_host(block)
 
     def _begin_on_host(self, block: int, part: int, found: Found) -> None:
-        this, run = self._copies.blocks[block], self.updater
+        this = self._copies.blocks[block]
+        assert self.updater is not None
+        run = self.updater.run_on_host
         assert run is not None
         what = this.state_parts[part] if this.state_parts else None
         ready, memories = self._copies.on_the_host(block, part)
@@ -198,7 +203,7 @@ class Updates:
 
         def update() -> None:
             ready()
-            run.run([PartUpdate(this, what, found, views, weights=memories[Value(Kind.PARAMETERS, block)])])
+            run([PartUpdate(this, what, found, views, weights=memories[Value(Kind.PARAMETERS, block)])])
 
         increment_version([this.parameters[i] for i in found])  # the rule has not seen them
         self.on_host.begin(block, update)

@@ -35,11 +35,16 @@ class GroupsOnCpu:
         """It has ended."""
         self._held = None
 
-    def _now(self) -> list[dict[str, Any]]:
-        return [{**group, "fused": True} if self._is_fused(n, group) else dict(group) for n, group in self._numbered()]
+    def shown(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """One of the groups, as an update is to see it."""
+        number = next(n for n, one in enumerate(self._groups()) if one is group)
+        return self._as_shown(number, group)
 
-    def _numbered(self) -> Sequence[tuple[int, Mapping[str, Any]]]:
-        return list(enumerate(self._groups()))
+    def _now(self) -> list[dict[str, Any]]:
+        return [self._as_shown(number, group) for number, group in enumerate(self._groups())]
+
+    def _as_shown(self, number: int, group: Mapping[str, Any]) -> dict[str, Any]:
+        return {**group, "fused": True} if self._is_fused(number, group) else dict(group)
 
     def _is_fused(self, number: int, group: Mapping[str, Any]) -> bool:
         if group.get("fused", False) is not None or group.get("foreach") is not None:

@@ -4,7 +4,7 @@ import copy
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, TypeAlias
 
@@ -69,20 +69,41 @@ class _Places:
         return self._found[number]
 
 
+@dataclass(slots=True)
+class _Known:
+    """What a rule knows of parameters and pieces, wherever they are updated. ``updated``: whether anything was, since
+    somebody set this to False; ``scalars``: per parameter id, what is not streamed (Adam's step); ``before``: the same
+    as it was before the first piece was updated; ``created``: pieces that have state."""
+
+    updated: bool = False
+    scalars: dict[int, dict[str, Any]] = field(default_factory=dict)
+    before: dict[int, dict[str, Any]] = field(default_factory=dict)
+    created: set[tuple[int, int]] = field(default_factory=set)
+    group_of: dict[int, int] = field(default_factory=dict)
+
+
 class Rule:
     """The optimizer's rule for every block.
 
     ``groups()`` gives the param_groups as they are now, so that learning-rate schedulers work. 16-bit parameters in
-    ``masters`` (ids) are updated through an fp32 copy that lies beside their state.
+    ``masters`` (ids) are updated through an fp32 copy that lies beside their state. ``other``: the rule for blocks that
+    are updated elsewhere; what the two know is one.
     """
 
-    def __init__(self, inner: Inner, groups: Groups, masters: Container[int]) -> None:
+    def __init__(self, inner: Inner, groups: Groups, masters: Container[int], other: "Rule | None" = None) -> None:
         self._inner, self._groups, self._masters = inner, groups, masters
-        self.updated = False  # whether anything was, since somebody set this to False
-        self.scalars: dict[int, dict[str, Any]] = {}  # per parameter id: what is not streamed (Adam's step)
-        self._before: dict[int, dict[str, Any]] = {}  # the same as it was before the first piece was updated
-        self._created: set[tuple[int, int]] = set()
-        self._group_of: dict[int, int] = {}
+        self._known: _Known = _Known() if other is None else other._known
+        self.scalars, self._before = self._known.scalars, self._known.before
+        self._created, self._group_of = self._known.created, self._known.group_of
+
+    @property
+    def updated(self) -> bool:
+        """Whether anything was updated since somebody set this to False."""
+        return self._known.updated
+
+    @updated.setter
+    def updated(self, updated: bool) -> None:
+        self._known.updated = updated
 
     def run(self, work: Sequence[PartUpdate]) -> None:
         """Update what the parts cover of parameters that are the optimizer's and have a gradient, in place, and their

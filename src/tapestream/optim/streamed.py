@@ -17,6 +17,7 @@ from tapestream.optim.handle import Handle
 from tapestream.optim.late_state import LateState
 from tapestream.optim.leftover import Leftover
 from tapestream.optim.outside import Outside
+from tapestream.optim.placed import Placed
 from tapestream.optim.shown import StateInParts
 from tapestream.optim.state import OptimizerClass
 from tapestream.optim.steps import Steps
@@ -27,7 +28,7 @@ Update: TypeAlias = Literal["step", "backward"]
 _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
-class StreamedOptimizer(Scaled, LateState, torch.optim.Optimizer):
+class StreamedOptimizer(Scaled, LateState, Placed, torch.optim.Optimizer):
     """``optimizer_class`` on the blocks of a streamed model, one at a time, and on what lies outside them.
 
     ``param_groups`` are those of the torch optimizer: learning-rate schedulers work. State lives where the parameters
@@ -112,13 +113,6 @@ class StreamedOptimizer(Scaled, LateState, torch.optim.Optimizer):
     def state_tensors(self, parameter: torch.Tensor) -> Sequence[tuple[str, tuple[int, ...], torch.dtype]]:
         """Name, shape and dtype of the tensors that its state has, or will have, its fp32 master included."""
         return self._tried.shape(parameter).tensors if parameter.requires_grad else ()
-
-    def bytes_per_second(self) -> float | None:
-        """Bytes that updates of blocks read and write per second, tried on a tensor like their largest parameters;
-        None where that is not known."""
-        trained = [p for block in self._handle.store.blocks for p in block.parameters if p.requires_grad]
-        mine = [p for p in trained if id(p) in self._mine]
-        return self._tried.bytes_per_second(max(mine, key=lambda p: p.nbytes)) if mine else None
 
     def cut_finer(self) -> bool:
         """Cut the state into smaller parts, which updates need less memory for; what it holds stays. Returns whether
@@ -217,6 +211,7 @@ class StreamedOptimizer(Scaled, LateState, torch.optim.Optimizer):
         self._showing.forget()
         self._rule.forget()
         self._steps.load(state_dict)
+        self._load_places(state_dict)
         for parameter, found in list(loaded.items()):
             pieces = self._showing.pieces_of(parameter)
             if pieces:
@@ -245,7 +240,7 @@ class StreamedOptimizer(Scaled, LateState, torch.optim.Optimizer):
             key: {name: shown(value) for name, value in entries.items()} if isinstance(key, int) else entries
             for key, entries in found["state"].items()
         }
-        return found | self._steps.saved()
+        return found | self._steps.saved() | self._saved_places()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. What was thawed since the optimizer was made, and not updated since, may be given a group.

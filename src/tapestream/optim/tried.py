@@ -18,7 +18,8 @@ Group: TypeAlias = dict[str, Any]
 
 
 class Tried:
-    """``groups()`` gives the param_groups as they are now; ``masters``: ids of parameters updated as fp32 copies."""
+    """``groups()`` gives the param_groups as they are now; ``masters``: ids of parameters updated as fp32 copies.
+    ``elsewhere``: of updates on another device, the groups as those see them, and that device."""
 
     def __init__(
         self,
@@ -27,8 +28,10 @@ class Tried:
         groups: Callable[[], Sequence[Group]],
         masters: Container[int],
         device: torch.device,
+        elsewhere: tuple[Callable[[Group], Group], torch.device] | None = None,
     ) -> None:
         self._cls, self._groups, self._masters, self._device = cls, groups, masters, device
+        self._elsewhere = elsewhere
         self._options = options
         self._required = {k: v for k, v in options.items() if k not in ("fused", "foreach")}
         self._way: Way | None = None
@@ -89,8 +92,13 @@ class Tried:
         group, dtype = self.group_of(parameter), self.target_dtype(parameter)
         key = (dtype, id(group))
         if key not in self._elementwise:
-            found = is_elementwise(self._cls, _plain(group), self._required, dtype, self._device)
-            self._elementwise[key] = found
+            ways = [(group, self._device)]
+            if self._elsewhere is not None:
+                shown, device = self._elsewhere
+                ways.append((shown(group), device))
+            self._elementwise[key] = all(
+                is_elementwise(self._cls, _plain(one), self._required, dtype, device) for one, device in ways
+            )
         return self._elementwise[key]
 
     def bytes_per_second(self, parameter: torch.Tensor) -> float | None:

@@ -15,7 +15,7 @@ from tapestream.costs import Budget, Machine, Profile
 from tapestream.ir import Action, Free, Kind, Offload, Phase, PhaseKind, Prefetch, Tier, Value, Wait
 from tapestream.passes.host_room import HostRoom
 from tapestream.passes.host_updates import HostUpdates, is_on_host
-from tapestream.passes.memory import Footprint, compute_seconds, stage_nbytes
+from tapestream.passes.memory import Footprint, compute_seconds, stage_moves
 from tapestream.passes.stays import Occupancy, Stay, successors
 from tapestream.passes.transit import Gathers, Lanes, Transit
 from tapestream.simulate.clock import Clock, Job
@@ -123,7 +123,7 @@ class _Walk:
         self.clock.compute(compute_seconds(action, profile), "", 0)
         match action:
             case Offload(value, source, target) | Prefetch(value, source, target):
-                job = self.clock.issue("", source, target, stage_nbytes(value, profile))
+                job = self.clock.issue("", source, target, *stage_moves(value, profile))
                 self.others[value] = (source, target, job)
             case Wait(value):
                 self.clock.wait("", *self.others.pop(value))

@@ -91,6 +91,12 @@ def stage_nbytes(value: Value, profile: Profile) -> int:
     return profile.stages[value.index].saved_nbytes if value.kind is Kind.SAVED else 0
 
 
+def stage_moves(value: Value, profile: Profile) -> tuple[int, int]:
+    """Those bytes, and how many copies it takes to move them."""
+    copies = profile.stages[value.index].saved_storages if value.kind is Kind.SAVED else 1
+    return stage_nbytes(value, profile), copies
+
+
 class _Walk:
     """The device and host bytes as a schedule runs."""
 

@@ -120,7 +120,7 @@ class Streaming:
         """
         where = self._lying(stays, on_disk)
         living = sum(self.sizes[value] for value in living_on_host(where, stays))
-        living += max((self.profile.blocks[block].update_extra_nbytes for block in self.in_host), default=0)
+        living += self.updating_nbytes
         actions, seconds = issue(
             self.computation, stays, self.profile, self.base, self.machine,
             budget=budget, across=across, living_nbytes=living, host_nbytes=host_nbytes,
@@ -142,12 +142,17 @@ class Streaming:
         return tuple(lying(self.sizes, homes, there, self.accumulate, on_disk, self.near, self.hosted.late))
 
     @property
+    def updating_nbytes(self) -> int:
+        """Of HOST, what an update there takes beside the block."""
+        return max((self.profile.blocks[block].update_extra_nbytes for block in self.in_host), default=0)
+
+    @property
     def near(self) -> Tier:
         """Where values lie on the device between uses: whole, or their shards."""
         return self.routes[Kind.PARAMETERS][-1]
 
     def overflowed(self, stays: Sequence[Stay], on_disk: frozenset[Value]) -> list[Stay]:
-        """The same stays, with those values at home on the disk."""
+        """The same stays, with those values at home on the disk, and those there in HOST that updates need."""
         found = []
         for stay in stays:
             if stay.value in on_disk:
@@ -155,6 +160,8 @@ class Streaming:
                 way = (*self.from_disk, Tier.DEVICE) if stay.divided else self.from_disk
                 stay = stay._replace(arrive=stay.arrive and way, leave=stay.leave and way[::-1], free=free)
             found.append(stay)
+        for value in (value for value in self.sizes if self.in_host and value in on_disk):
+            found += self._stays_in_host(value, Tier.DISK)
         return found
 
     def stays_of(self, value: Value, *, resident: bool) -> tuple[Stay, ...]:
@@ -175,7 +182,7 @@ class Streaming:
         elif resident:
             yield Stay(value, nbytes, 0, end)
         else:
-            yield from self._stays_in_host(value)
+            yield from self._stays_in_host(value, route[0])
             for run in self.runs.get(value, ()):
                 if run.updates:
                     yield Stay(value, nbytes, run.start, run.stop, route, leave=route[::-1])
@@ -197,9 +204,9 @@ class Streaming:
         elif self.update is None:
             yield Stay(value, nbytes, first, last, route if self.accumulate else (), leave=route[::-1])
         elif value.index in self.hosted.blocks:
-            passing = route[0] is Tier.DISK and self.update == "backward"
-            yield Stay(value, nbytes, first, last, leave=route[:0:-1] if passing else route[::-1])
-            yield from self._stays_in_host(value, made=passing)
+            leave = route[: 0 if self._passes(value, route[0]) else None : -1]
+            yield Stay(value, nbytes, first, last, leave=leave)
+            yield from self._stays_in_host(value, route[0])
         elif self.update == "backward":
             yield Stay(value, nbytes, first, last, free=(Tier.DEVICE,))
         elif resident:  # users see it as .grad until the step has ended
@@ -208,9 +215,14 @@ class Streaming:
             yield Stay(value, nbytes, first, runs[-2].stop, leave=route[::-1])
             yield Stay(value, nbytes, runs[-1].start, last, route, free=(Tier.DEVICE, route[0]))
 
-    def _stays_in_host(self, value: Value, *, made: bool = False) -> Iterator[Stay]:
-        """While a block is updated there, of a value that lives on the disk; ``made``: it has come from the device."""
-        if self.routes[value.kind][0] is not Tier.DISK or value.kind is Kind.BUFFERS:
+    def _passes(self, value: Value, home: Tier) -> bool:
+        """Whether it is a gradient that comes to HOST for an update in the backward, and goes no further."""
+        hosted = value.kind is Kind.GRADIENT and value.index in self.hosted.blocks
+        return hosted and home is Tier.DISK and self.update == "backward"
+
+    def _stays_in_host(self, value: Value, home: Tier) -> Iterator[Stay]:
+        """While a block is updated there, of a value that lives on the disk."""
+        if home is not Tier.DISK or value.kind is Kind.BUFFERS:
             return
         there = self.in_host.get(value.index, [])
         if value.kind is Kind.OPTIMIZER_STATE:
@@ -218,7 +230,7 @@ class Streaming:
         if there:
             way = (Tier.DISK, Tier.HOST)
             leave = () if value.kind is Kind.GRADIENT else way[::-1]
-            nbytes, arrive = self.sizes[value], () if made else way
+            nbytes, arrive = self.sizes[value], () if self._passes(value, home) else way
             yield Stay(value, nbytes, there[0], there[-1], arrive, leave, tier=Tier.HOST)
 
     def _divided(self) -> "Divided":

@@ -8,22 +8,21 @@ from tapestream.costs import Budget, Machine, Profile, UniformStages
 from tapestream.errors import Allowance, BudgetError, InputError
 from tapestream.ir import Kind, Schedule, Tier, Value
 from tapestream.ir.homes import KINDS, HomeLike, home_tiers
-from tapestream.passes.host_updates import NONE_HOSTED, Hosted
+from tapestream.passes.host_updates import NONE_HOSTED
 from tapestream.passes.memory import block_values
 from tapestream.passes.residency import UpdateMode
-from tapestream.planners import least_seconds, planners
+from tapestream.planners import planners
 from tapestream.planners.joint import ONLINE
 from tapestream.planning.allowances import allowances
-from tapestream.planning.apart import best_apart
+from tapestream.planning.below import disk_below, fastest_home, has_lower_tier
 from tapestream.planning.choices import Terms
-from tapestream.planning.fastest import Found, leanest, refined
-from tapestream.planning.plan import Alternative, Plan
+from tapestream.planning.plan import Plan
+from tapestream.planning.search import Search
 from tapestream.planning.shortened import shortened
-from tapestream.planning.split import Tapes, best_resident, best_split, gradients_may_stay
-from tapestream.planning.where import Where, go_on, hosted_blocks
+from tapestream.planning.split import Tapes, gradients_may_stay
+from tapestream.planning.where import Where, hosted_at
 from tapestream.simulate import simulate
 from tapestream.system.collector import collector_off
-from tapestream.units import format_nbytes
 
 CANDIDATES = ("store_all", "periodic", "revolve", "bisection", "rotor")
 """Planners that ``planner="auto"`` always tries, the simplest first; see `candidates`."""
@@ -55,7 +54,7 @@ def candidates(profile: Profile, machine: Machine | None = None) -> tuple[str, .
         return CANDIDATES
     if n <= _LONG:
         names += _LEAN
-    if _has_lower_tier(machine):
+    if has_lower_tier(machine):
         if n <= _LONG:
             names += (*_MOVING, *(_MOVING_EQUAL if equal else ()))
         if n <= _LONGEST:
@@ -73,11 +72,6 @@ def _competitors(profile: Profile) -> tuple[str, ...]:
     return (*names, *(("online",) if n <= ONLINE else ()), "joint")
 
 
-def _has_lower_tier(machine: Machine | None) -> bool:
-    links = machine.links if machine else {}
-    return any((tier, Tier.DEVICE) in links and (Tier.DEVICE, tier) in links for tier in (Tier.HOST, Tier.DISK))
-
-
 @collector_off()
 def make_plan(
     profile: Profile,
@@ -92,6 +86,7 @@ def make_plan(
     idle_nbytes: int | None = None,
     on_disk: frozenset[Value] | None = None,
     where: Where = "device",
+    updated_on_device: frozenset[int] | None = None,
     **knobs: object,
 ) -> Plan:
     """The fastest plan found for one training step within ``budget``.
@@ -102,9 +97,9 @@ def make_plan(
     disk, see `HomeTiers`), ``resident`` the values that stay
     (None: as many as pays), ``update`` and ``accumulate`` as in `tapestream.passes.stream_parameters`, ``idle_nbytes``
     the most bytes of them that may lie on the device while this chain does not run (None: no limit), ``on_disk`` the
-    values that live there because the host has no room (None: as few as will do), ``where`` all blocks are
-    updated: on the device, or in HOST, see `hosted_blocks`. Among equally fast plans the one of least peak wins, then
-    the simpler.
+    values that live there because the host has no room (None: as few as will do), ``where`` blocks are
+    updated: all on the device, or in HOST, or "mixed", see `hosted_at`; ``updated_on_device`` those there then
+    (None: as plans decide). Among equally fast plans the one of least peak wins, then the simpler.
 
     Never worse than a planner that it tries is at the same budget (`Plan.fastest_seconds`; with blocks that move, the
     plan that is taken may be 3% slower). Pure; a bounded number of simulations. Raises
@@ -115,20 +110,17 @@ def make_plan(
         raise InputError(f"planner='auto' has no knobs, found {', '.join(knobs)}; name the planner that they belong to")
     if update not in ("step", "backward", None):
         raise InputError(f"update is 'step', 'backward' or None, not {update!r}")
-    overflowing = KINDS if home is None and _disk_below(machine) else ()
-    homes = home_tiers(_fastest_home(machine) if home is None else home, overflowing)
+    overflowing = KINDS if home is None and disk_below(machine) else ()
+    homes = home_tiers(fastest_home(machine) if home is None else home, overflowing)
     if homes[Kind.PARAMETERS] is Tier.DEVICE and profile.shards > 1:
         resident = frozenset(value for value, _ in block_values(profile))  # shards, all the time
-    hosted = NONE_HOSTED
-    if where == "host" and update is not None and not accumulate:
-        blocks = hosted_blocks(profile, homes, machine)
-        hosted = Hosted(blocks, blocks if update == "step" and go_on(homes) else frozenset())
-    if resident is not None:
-        resident = frozenset(v for v in resident if v.index not in hosted.blocks or v.kind is Kind.BUFFERS)
+    there = hosted_at(where, profile, homes, machine, None if accumulate else update, updated_on_device, on_disk)
+    mixes = where == "mixed" and updated_on_device is None and bool(there.blocks)
     keeping = planner in ("auto", "joint") and profile.may_keep_inside and not profile.ends
     terms = Terms(
-        profile, Budget.of(budget), machine, homes, update, resident, accumulate, idle_nbytes, on_disk, keeping, hosted
-    )
+        profile, Budget.of(budget), machine, homes, update, resident, accumulate, idle_nbytes, on_disk, keeping,
+        mixes=mixes,
+    ).hosting(there)  # fmt: skip
     names: tuple[str, ...] = candidates(profile, machine) if planner == "auto" else (planner,)
     if planner == "joint" and profile.blocks and not profile.ends and not knobs:
         names = _competitors(profile)
@@ -152,14 +144,34 @@ def _search(terms: Terms, planners_tried: Mapping[str, dict[str, object]], plann
 
 
 def _search_all(terms: Terms, planners_tried: Mapping[str, dict[str, object]], planner: str) -> Plan:
-    search, profile, knobs_of = _Search(terms, planners_tried), terms.profile, planners_tried
+    found = _hosting(terms, planners_tried)
+    return (found.beside(_searched(terms.hosting(NONE_HOSTED), planners_tried)) if terms.mixes else found).plan(planner)
+
+
+def _hosting(terms: Terms, planners_tried: Mapping[str, dict[str, object]]) -> Search:
+    """With updates in HOST going on under the next forward; where the host has no room, only those of blocks of which
+    nothing lives on the disk."""
+    found, hosted = _searched(terms, planners_tried), terms.hosted
+    if found.found or not hosted.late or not terms.home.overflowing or terms.budget.host_nbytes is None:
+        return found
+    ended = _searched(terms.hosting(replace(hosted, late=frozenset())), planners_tried)
+    if not ended.found:
+        return found
+    late = hosted.late - ended.blocks_on_disk
+    going_on = _searched(terms.hosting(replace(hosted, late=late)), planners_tried) if late else ended
+    return min((one for one in (going_on, ended) if one.found), key=lambda one: one.fastest.seconds)
+
+
+def _searched(terms: Terms, planners_tried: Mapping[str, dict[str, object]]) -> Search:
+    profile, knobs_of = terms.profile, planners_tried
+    search = Search(terms, partial(_offered, terms, knobs_of))
     plain = profile.without_blocks() if profile.blocks else profile.apart
     staying = profile.with_gradients_staying() if gradients_may_stay(terms) else None
     for name, knobs in knobs_of.items():
         for own in _variants(name, knobs, streamed=bool(profile.blocks)):
             seen = profile if name == "joint" else plain
             search.consider(name, Tapes(partial(_tape, name, terms.machine, own), seen, staying))
-    return search.plan(planner)
+    return search
 
 
 def _variants(name: str, knobs: dict[str, object], *, streamed: bool) -> Iterator[dict[str, object]]:
@@ -173,148 +185,12 @@ def _tape(name: str, machine: Machine | None, knobs: dict[str, object], profile:
     return planners[name](profile, budget, machine, **knobs)
 
 
-def _disk_below(machine: Machine | None) -> bool:
-    """Whether the host is above a disk."""
-    links = machine.links if machine else {}
-    return all(ends in links for ends in ((Tier.DISK, Tier.HOST), (Tier.HOST, Tier.DISK)))
-
-
-def _fastest_home(machine: Machine | None) -> Tier:
-    links = machine.links if machine else {}
-    near = [tier for tier in (Tier.HOST, Tier.DISK) if (tier, Tier.DEVICE) in links]
-    return near[0] if near else Tier.DEVICE
-
-
-class _Search:
-    """Candidates so far."""
-
-    def __init__(self, terms: Terms, tried: Mapping[str, dict[str, object]]) -> None:
-        self.terms, self.tried = terms, tried
-        self.found: list[Found] = []
-        self.alternatives: list[Alternative] = []
-        self.refusals: list[tuple[str, BudgetError]] = []
-        self.inputs: list[InputError] = []
-        self.bound = (
-            0.0
-            if terms.profile.blocks or terms.profile.ends or terms.keeps_inside or terms.profile.shared is not None
-            else least_seconds(terms.profile, terms.budget, terms.machine or Machine())
-        )
-
-    def consider(self, name: str, tapes: Tapes) -> None:
-        """Let one planner try."""
-        if self.found and (why := self._unbeatable(self._fastest)):
-            self.alternatives.append((name, None, f"not tried: {why}"))
-            return
-        try:
-            found = self._found(tapes)
-        except BudgetError as error:
-            self.refusals.append((name, error.to_keep()))
-            least = error.least_nbytes
-            self.alternatives.append(
-                (name, None, "host or disk too small" if least is None else f"needs {format_nbytes(least)}")
-            )
-            return
-        except InputError as error:
-            self.inputs.append(error.to_keep())
-            self.alternatives.append((name, None, str(error)))
-            return
-        if found is None:
-            self.alternatives.append((name, None, "cannot be faster: its computation or copies alone take longer"))
-            return
-        self.alternatives.append((name, found.seconds, _summary(found, self.terms) + self._above(found)))
-        self.found.append(found)
-
-    @property
-    def _moving(self) -> bool:
-        """Whether blocks may be elsewhere than on the device."""
-        profile, home = self.terms.profile, self.terms.home
-        away = home[Kind.PARAMETERS] is not Tier.DEVICE or profile.shards > 1
-        return away and any(True for _ in block_values(profile))
-
-    @property
-    def _fastest(self) -> Found:
-        return min(self.found, key=lambda one: (one.seconds, one.simulation.peak_nbytes[Tier.DEVICE]))
-
-    @property
-    def _leanest(self) -> Found:
-        found = leanest(self.found, self.terms.profile.runs)
-        return replace(found, fastest_seconds=min(one.fastest for one in self.found))
-
-    def _unbeatable(self, found: Found) -> str:
-        """Why nothing can be faster; empty where something may be."""
-        simulation = found.simulation
-        links = self.terms.machine.links if self.terms.machine else {}
-        free = not simulation.bytes_moved or not any(link.busy_seconds for link in links.values())
-        if free and simulation.stall_seconds == 0 and simulation.forwards == self.terms.profile.runs:
-            return "a plan that neither recomputes nor waits was found"
-        if self.bound and found.seconds <= self.bound * (1 + 1e-9):
-            return "no schedule is faster at this budget"
-        return ""
-
-    def _above(self, found: Found) -> str:
-        """How far from the lower bound, for plans that recompute or wait."""
-        if not self.bound or found.seconds <= self.bound * 1.0005:
-            return ""
-        return f", at most {found.seconds / self.bound - 1:.1%} above the fastest possible"
-
-    def _found(self, tapes: Tapes) -> Found | None:
-        terms = self.terms
-        if not any(True for _ in block_values(terms.profile)):
-            return best_apart(tapes, terms)
-        if not self._moving:
-            return best_resident(tapes, terms)
-        return best_split(tapes, terms, min((one.fastest for one in self.found), default=float("inf")))
-
-    def plan(self, planner: str) -> Plan:
-        """The best found for whoever asked for ``planner``. Raises BudgetError or InputError when there is none."""
-        terms = self.terms
-        if self.found:
-            found = self._refined(self._leanest) if self._moving else self._fastest
-            return Plan(
-                found.schedule, terms.profile, found.simulation, terms.budget, terms.machine,
-                "joint" if planner == "joint" else found.schedule.planner, tuple(self.alternatives),
-                fastest_seconds=found.fastest, offers=partial(_offers_beside, terms, planner, self.tried),
-            )  # fmt: skip
-        if not self.refusals:
-            raise InputError(str(self.inputs[0]))
-        name, error = min(self.refusals, key=lambda refusal: refusal[1].least_nbytes or 0)
-        raise self._refusal(planner, name, error) from None
-
-    def _refined(self, chosen: Found) -> Found:
-        """The best that can be made of it, which takes its place in the list."""
-        found = refined(chosen, self.found, self.terms)
-        for number, (name, seconds, _) in enumerate(self.alternatives):
-            if found is not chosen and name == found.schedule.planner and seconds is not None:
-                self.alternatives[number] = name, found.seconds, _summary(found, self.terms)
-                break
-        return found
-
-    def _refusal(self, planner: str, name: str, error: BudgetError) -> BudgetError:
-        limit, least = self.terms.budget.device_nbytes, error.least_nbytes
-        if limit is None or least is None:
-            # The host or the disk is too small: the judge's message says which. A new error: one that is raised by the
-            # function that keeps it holds itself, with all frames.
-            return BudgetError(error.message, least_nbytes=least, stage=error.stage)
-        stage = "" if error.stage is None else f", at stage {error.stage}"
-        return BudgetError(
-            f"a device budget of {format_nbytes(limit)} ({limit} bytes) was asked for, the least found to work is "
-            f"{format_nbytes(least)} ({least} bytes, planner {name}{stage}). Allow that much, or {self._advice()}",
-            least_nbytes=least,
-            stage=error.stage,
-            offers=partial(_offers, self.terms, planner, {name: self.tried[name]}, least),
-        )
-
-    def _advice(self) -> str:
-        ways = ["use a smaller batch", "cut that stage in two"]
-        if self.terms.resident:
-            ways.append("keep fewer values resident")
-        if self.terms.home[Kind.PARAMETERS] is Tier.DEVICE and any(True for _ in block_values(self.terms.profile)):
-            ways.append("let parameters live on the host or in a folder (home=, folder=)")
-        return ", ".join(ways[:-1]) + " or " + ways[-1]
-
-
-def _offers_beside(terms: Terms, planner: str, tried: Mapping[str, dict[str, object]]) -> tuple[Allowance, ...]:
-    """Those of a refusal on the same terms."""
+def _offered(
+    terms: Terms, tried: Mapping[str, dict[str, object]], planner: str, name: str | None, least_nbytes: int | None
+) -> tuple[Allowance, ...]:
+    """See `Search`; where something fits, those of a refusal on the same terms."""
+    if name is not None and least_nbytes is not None:
+        return _offers(terms, planner, {name: tried[name]}, least_nbytes)
     try:
         _search(replace(terms, budget=terms.budget.with_device(1)), tried, planner)
     except BudgetError as error:
@@ -339,12 +215,3 @@ def _offers(
         return _search(replace(terms, budget=terms.budget.with_device(nbytes)), tried, planner)
 
     return allowances(within, least_nbytes)
-
-
-def _summary(found: Found, terms: Terms) -> str:
-    text = f"{found.simulation.forwards} forwards, peak {format_nbytes(found.simulation.peak_nbytes[Tier.DEVICE])}"
-    values = dict(block_values(terms.profile))
-    if not values or terms.home[Kind.PARAMETERS] is Tier.DEVICE:
-        return text
-    kept = sum(values.get(value, 0) for value in found.resident)
-    return f"{text}, {format_nbytes(kept)} of {format_nbytes(sum(values.values()))} in blocks resident"

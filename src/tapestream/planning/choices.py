@@ -28,7 +28,8 @@ class Terms:
     """What every split has in common. ``idle_nbytes``: of block values that may lie on the device while the chain does
     not run, None for no limit. ``on_disk``: values that live there because the host has no room, None where plans
     decide. ``keeps_inside``: whether runs may keep of their inside what spares a recompute time. ``hosted``: what is
-    updated in HOST, where its state and weights live; only buffers of it stay on the device."""
+    updated in HOST, where its state and weights live; only buffers of it stay on the device. ``mixes``: whether plans
+    may leave some of that to the device."""
 
     profile: Profile
     budget: Budget
@@ -41,6 +42,14 @@ class Terms:
     on_disk: frozenset[Value] | None = None
     keeps_inside: bool = False
     hosted: Hosted = NONE_HOSTED
+    mixes: bool = False
+
+    def hosting(self, hosted: Hosted) -> "Terms":
+        """The same with these updated in HOST."""
+        resident = self.resident
+        if resident is not None:
+            resident = frozenset(v for v in resident if v.index not in hosted.blocks or v.kind is Kind.BUFFERS)
+        return replace(self, hosted=hosted, resident=resident)
 
     @property
     def apart(self) -> bool:
@@ -151,10 +160,11 @@ def _fits_host(streaming: Streaming, stays: list[Stay], terms: Terms) -> bool:
 def _rooms(streaming: Streaming, terms: Terms) -> list[_Room]:
     """For a few amounts of room left to blocks in flight."""
     limit, block = terms.budget.device_nbytes, largest_block(terms.profile)
+    hosted = streaming.hosted.blocks
     if terms.resident is not None:
-        return [_Room(terms.resident, limit)]
+        return [_Room(frozenset(v for v in terms.resident if v.index not in hosted or v.kind is Kind.BUFFERS), limit)]
     order = worthiest_first(terms.profile, None if terms.accumulate else terms.update)
-    order = [value for value in order if value.index not in terms.hosted.blocks or value.kind is Kind.BUFFERS]
+    order = [value for value in order if value.index not in hosted or value.kind is Kind.BUFFERS]
     if terms.apart:
         order = with_gradients(order)
     if limit is None:

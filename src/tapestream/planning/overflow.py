@@ -29,12 +29,12 @@ class Overflow:
         sizes, kinds = streaming.sizes, frozenset(kinds)
         lives = streaming.on_host(stays)
         excess = sum(sizes[value] for value in lives) + int(streaming.base.host.max()) - host_nbytes
+        excess += streaming.updating_nbytes
         if excess <= 0:
             return frozenset()
         chosen, gone, largest = set[Value](), 0, 0
         through = len(streaming.from_disk) > 2
-        used = streaming.hosted.blocks  # by updates there
-        free = [v for v in lives if v.kind in kinds and (v.kind is Kind.BUFFERS or v.index not in used)]
+        free = [value for value in lives if value.kind in kinds and not _stays(value, streaming)]
         for value in self._order(free, streaming.profile, update):
             if gone >= excess + through * self.corridor * largest:
                 break
@@ -51,6 +51,14 @@ class Overflow:
             return crossings.get(value, 0), _FIRST.index(value.kind), number % self.spacing, number, value.part
 
         return sorted(values, key=key)
+
+
+def _stays(value: Value, streaming: Streaming) -> bool:
+    """Whether an update in HOST needs it there: one that goes on under the next forward, in which nothing comes for
+    it; of a gradient, one within the backward that has made it."""
+    if value.kind is Kind.GRADIENT and streaming.update == "backward":
+        return value.index in streaming.hosted.blocks
+    return value.kind is not Kind.BUFFERS and value.index in streaming.hosted.late
 
 
 CHANGES: tuple[tuple[str, tuple[int, ...]], ...] = (("spacing", (2, 1)), ("corridor", (5, 7, 9)), ("corridor", (3, 2)))

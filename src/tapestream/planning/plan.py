@@ -169,7 +169,9 @@ class Plan:
             nodes, costs = distinct_nodes(self.schedule.root), self.profile.blocks
             there = (one for one in nodes if isinstance(one, Update) and one.tier is Tier.HOST)
             took = format_seconds(sum(costs[one.block].part_seconds(one.part, Tier.HOST) for one in there))
-            yield "updates", f"of {len(blocks)} blocks in HOST, {took}: the bits of the optimizer on the CPU"
+            others = len(self.simulation.updated.get(Tier.DEVICE, ()))
+            beside = f"; of {others} on the device" if others else ""
+            yield "updates", f"of {len(blocks)} blocks in HOST, {took}: the bits of the optimizer on the CPU{beside}"
 
     def _kept(self) -> Iterator[tuple[str, str]]:
         """What recomputes are spared, where they are."""

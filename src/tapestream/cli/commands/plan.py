@@ -73,8 +73,9 @@ HostUpdate = Annotated[
 Where = Annotated[
     str | None,
     typer.Option(
-        help="device: blocks are updated on the GPU. host: in RAM, where their state stays. auto: device, unless both "
-        "were measured to give the same bits. With it, the seconds of both are shown."
+        help="device: blocks are updated on the GPU. host: in RAM, where their state stays. mixed: each where the step "
+        "is fastest. auto: device, unless both were measured to give the same bits. With it, the seconds of other ways "
+        "are shown."
     ),
 ]
 Save = Annotated[Path | None, typer.Option(help="Write the plan to this file, as JSON.")]

@@ -39,9 +39,11 @@ def optimizer(
     masters nor state pass the link, only gradients down and weights up. The updates equal those of the same torch
     optimizer on copies of parameters and gradients on the CPU, bit for bit, with torch's fused kernel where it has one
     there (``fused=False`` leaves that out). With ``update="step"`` they go on under the next forward, if nothing is at
-    home on disk: whoever looks at a parameter, its gradient or its state waits for its update. ``"device"``: on the
-    device; ``"auto"``: too, as the CPU's kernels were not measured to give the bits of the GPU's. What lies outside the
-    blocks is updated on the device.
+    home on disk: whoever looks at a parameter, its gradient or its state waits for its update. ``"mixed"``: the
+    first plan says which blocks are updated in RAM and which on the device, so that a step is as fast as may be; each
+    block has the bits of torch's optimizer there, and is updated there in all other calls, and in a run that goes on
+    from a save. ``"device"``: on the device; ``"auto"``: too, as the CPU's kernels were not measured to give the bits
+    of the GPU's. What lies outside the blocks is updated on the device.
 
     Raises InputError for sparse gradients (``nn.Embedding(..., sparse=True)``) and an optimizer that takes none, for
     unknown options, for an optimizer that looks across tensors or cannot be tried, and for other
@@ -49,6 +51,11 @@ def optimizer(
     its state.
     """
     handle = handle_of(model)
+    if where == "mixed" and handle.ranks.exchange is not None:
+        raise InputError(
+            "where='mixed' was asked for, but several ranks train this model, and each might update other blocks in "
+            "RAM: their weights would not stay the same; use where='host' or where='device'"
+        )
     chosen = as_groups(groups if groups is not None else [p for p in model.parameters() if p.requires_grad])
     _check_sparse(model, optimizer_class, chosen, options)
     made = StreamedOptimizer(

@@ -105,7 +105,7 @@ class Ranks:
         if self.exchange is None or optimizer is None:
             return
         groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        said = f"{optimizer.optimizer_class.__name__}, update={optimizer.update!r}, {groups}"
+        said = f"{optimizer.optimizer_class.__name__}, update={optimizer.update!r}, where={optimizer.where!r}, {groups}"
         self.exchange.check_step([p.grad for p in parameters if p.grad is not None], said)
 
     def check_alone(self) -> None:

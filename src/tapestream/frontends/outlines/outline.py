@@ -136,7 +136,7 @@ class Outline:
             self.groups, optimizer, rates.memory_bytes_per_second,
             budget_nbytes=None if where == "host" else budget_nbytes,
             passed_nbytes=passed_nbytes, finer=finer, moves=home is not Tier.DEVICE, shards=shards,
-            host_updates_per_second=rates.host_updates_per_second if where == "host" else None,
+            host_updates_per_second=None if where == "device" else rates.host_updates_per_second,
         )  # fmt: skip
         outside = self.buffers_nbytes + self.before_nbytes + beside_nbytes
         outside += sum(p.nbytes * (2 if p.requires_grad else 1) + kept_nbytes(p, optimizer) for p in self.outside)

@@ -285,7 +285,7 @@ class Division:
                 return make_plan(
                     profile, budget, terms.machine(), planner=planner, update=terms.update, home=terms.home,
                     resident=resident, idle_nbytes=idle, on_disk=terms.on_disk, where=terms.where,
-                    **terms.knobs,
+                    updated_on_device=terms.on_device, **terms.knobs,
                 )  # fmt: skip
             except BudgetError as error:
                 if not beside or error.least_nbytes is None:
@@ -321,7 +321,7 @@ class Division:
         return make_plan(
             profile, self._budget(profile, nbytes, guest=True), terms.machine(),
             update=terms.update, home=terms.home, resident=resident, on_disk=terms.on_disk,
-            where=terms.where,
+            where=terms.where, updated_on_device=terms.on_device,
         )  # fmt: skip
 
     def _least_of_guest(self, profile: Profile, resident: frozenset[Value]) -> int:
@@ -342,7 +342,7 @@ class Division:
 
     def _updating_nbytes(self, profiles: Sequence[Profile]) -> int:
         """What updates of theirs in HOST make there: one at a time."""
-        costs = (block for profile in profiles for block in profile.blocks if self.terms.where == "host")
+        costs = (block for profile in profiles for block in profile.blocks if self.terms.where != "device")
         return max((cost.update_extra_nbytes for cost in costs), default=0)
 
     def _in_order(self, *found: dict[int, Plan]) -> list[Plan]:

@@ -188,11 +188,24 @@ def _planned(
         return _assembled(handle, allowed, segments, plans, profiles, shared, writes_outside, late, there)
 
     try:
-        return for_calls(plan, within or whole_of(handle, strict=False))
+        return _placed(handle, for_calls(plan, within or whole_of(handle, strict=False)))
     except BudgetError:
         if not others or not handle.store.homes.overflowing:
             raise
     return _planned(handle, segments, profiles, shared, writes_outside, late, others, resident, there, within)
+
+
+def _placed(handle: "Streamed", found: Prepared) -> Prepared:
+    """The same; where it updates "mixed" blocks, all other plans are to update them, too. Raises InputError where the
+    user's own plan updates some elsewhere than the optimizer does."""
+    if handle.optimizer is not None:
+        updated = [plan.simulation.updated for plan in found.plans]
+        on_device, on_host = (
+            frozenset[int]().union(*(one.get(tier, frozenset()) for one in updated))
+            for tier in (Tier.DEVICE, Tier.HOST)
+        )
+        handle.optimizer.take_places(on_device, on_host)
+    return found
 
 
 def whole_of(handle: "Streamed", *, strict: bool) -> Within:
@@ -209,6 +222,7 @@ def terms_of(handle: "Streamed") -> Terms:
     return Terms(
         handle.blocks, handle.wide, budget, handle.machine, handle.store.homes, handle.update,
         planner=handle.planner, knobs=handle.knobs, given=handle.given, where=handle.where,
+        on_device=None if handle.optimizer is None else handle.optimizer.on_device,
     )  # fmt: skip
 
 
@@ -286,20 +300,22 @@ def tables_kept_nbytes(handle: "Streamed") -> int:
     return sum(map(handle.state_nbytes, handle.homes.tables.parameters))
 
 
-def _update_speed(handle: "Streamed") -> float:
-    """Bytes that an update reads and writes per second. What hides behind updates must not be thought to for longer
-    than they take."""
+def _update_speed(handle: "Streamed", *, hosted: bool = False) -> float:
+    """Bytes that an update, or one in RAM, reads and writes per second. What hides behind updates must not be thought
+    to for longer than they take."""
     moves = handle.store.home is not Tier.DEVICE
-    found = handle.optimizer.bytes_per_second() if handle.timed and moves and handle.optimizer is not None else None
+    asked = handle.timed and moves and handle.optimizer is not None
+    found = handle.optimizer.bytes_per_second(hosted=hosted) if asked and handle.optimizer is not None else None
     return found or (_ON_ACCELERATORS if is_accelerator(handle.device) else _UPDATE_BYTES_PER_SECOND)
 
 
 def _block_costs(handle: "Streamed", speed: float) -> list[BlockCost]:
     """Of all blocks, updated at ``speed`` bytes per second, or in RAM as a machine was said to."""
     rate = None if handle.timed else handle.machine().rates(usual_rates(handle.device.type)).host_updates_per_second
-    updated, hosted = handle.update is not None, handle.where == "host"
+    updated, hosted = handle.update is not None, handle.where != "device"
+    there = _update_speed(handle, hosted=True) if hosted else None
     return [
-        block_cost(block, speed, updated=updated, hosted=hosted, numbers_per_second=rate)
+        block_cost(block, speed, updated=updated, hosted_bytes_per_second=there, numbers_per_second=rate)
         for block in handle.store.blocks
     ]
 

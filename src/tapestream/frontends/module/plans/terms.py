@@ -29,7 +29,7 @@ class Terms:
     """``modules``: the repeated blocks, then, from position ``wide`` on, the wide modules. ``budget``: of the tiers
     below the device. ``machine`` is asked when speeds are needed. ``given``: the user's own plan.
     ``on_disk``: block values that live there because the host has no room, None where plans decide. ``where``: blocks
-    are updated.
+    are updated; ``on_device``: those that are updated there although ``where`` is "mixed", None where plans decide.
     """
 
     modules: Sequence[nn.Module]
@@ -43,6 +43,7 @@ class Terms:
     given: Plan | None = None
     on_disk: frozenset[Value] | None = None
     where: Where = "device"
+    on_device: frozenset[int] | None = None
 
     def is_wide(self, segment: Positioned) -> bool:
         """Whether it has no repeated block."""

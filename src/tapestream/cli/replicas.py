@@ -1,33 +1,15 @@
-"""What a step would take the other way: updates in RAM or on the device, one model for all machines or one for each."""
+"""What a step takes either way: one model for all machines, or one for each."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from tapestream.cli.ranks import Ranks
 from tapestream.errors import BudgetError, InputError
 from tapestream.frontends.outlines.answer import Answer
 from tapestream.frontends.outlines.question import Question
-from tapestream.planning.where import Where
 from tapestream.units import format_seconds
 
 Seconds = Mapping[str, float | None]
 """Of a step, by way; None: it does not fit."""
-
-
-def seconds_where(question: Question, found: Answer) -> Seconds:
-    """Of a step with updates on the device and on the host."""
-    other: Where = "device" if question.where == "host" else "host"
-    return {question.where: found.seconds, other: _seconds(replace(question, where=other))}
-
-
-def updates(where: Where, seconds: Seconds) -> str:
-    """Where blocks are updated, and what both ways take."""
-    if where == "host":
-        return (
-            f"in RAM, with the bits of torch's optimizer on the CPU; on the device a step: {_told(seconds['device'])}"
-        )
-    said = "on the device; in RAM (--where host, the bits of torch's optimizer on the CPU) a step"
-    return f"{said}: {_told(seconds['host'])}"
 
 
 def seconds_machines(ranks: Ranks, found: Answer, other: Question) -> Seconds:
