@@ -8,7 +8,7 @@ from collections.abc import Container
 from tapestream.errors import GradientError, ScheduleError
 from tapestream.executor.engine import Engine
 from tapestream.executor.joint import JointRunner
-from tapestream.executor.segments import Blocks
+from tapestream.executor.segments import Between, Blocks
 from tapestream.executor.stages import StageSegments
 from tapestream.executor.travel.parcel import Parcels
 from tapestream.executor.travel.travel import Travel
@@ -41,7 +41,8 @@ _OF_STATES = frozenset((KEEP, KEEP_INSIDE, TAKE, RESTORE, FREE, START, WAIT, DRO
 
 class Interpreter(Engine):
     """``moving``: stages whose saved tensors the schedule moves (see `moved_saved`); ``parcels`` (None: nothing moves
-    by stage) owns what is below the device. ``segments``: see `StageSegments`, which has the sums of gradients.
+    by stage) owns what is below the device. ``between``: what a recompute does between stages (None: nothing).
+    ``segments``: see `StageSegments`, which has the sums of gradients.
     """
 
     def __init__(
@@ -52,10 +53,11 @@ class Interpreter(Engine):
         blocks: Blocks | None = None,
         parcels: Parcels | None = None,
         moving: Container[int] = frozenset(),
+        between: Between | None = None,
     ) -> None:
-        self.runner = runner
+        self.runner, self.between = runner, between
         self.travel = travel = Travel(parcels, runner.stages, moving)
-        self.segments = StageSegments(runner, travel, blocks)
+        self.segments = StageSegments(runner, travel, blocks, between)
         states = None if parcels is None else travel
         super().__init__(schedule, self.segments, states=states, blocks=blocks, inside=self.segments)
         travel.kept, travel.tapes = self.kept, self.tapes
@@ -69,6 +71,10 @@ class Interpreter(Engine):
         super().close()
         self.travel.clear()
         self.runner.inside.clear()
+
+    def go_on(self, state: State) -> None:
+        """The caller's code has made the live state another one, as ``between`` does in recomputes."""
+        self.live = state
 
     def run_stage(self, k: int) -> State:
         """Within the forward phase: up to and including the run of stage ``k``; returns state k+1.
@@ -95,32 +101,37 @@ class Interpreter(Engine):
         Stages after ``k`` that were not asked for are dropped. After stage 0 the rest of the phase is run, where blocks
         move: others come next, who count on the room that it makes.
         """
+        self.record_for_backward(k)
+        self.cotangents[k + 1] = cotangents
+        self._step()
+        self._run_rest() if k == 0 and self.blocks is not None else self._run_ahead()
+        found: Gradients = self.cotangents.pop(k)
+        return found
+
+    def record_for_backward(self, k: int) -> None:
+        """Within the backward phase: up to Backward(k), so that what stage ``k`` saves is there."""
         self._enter(PhaseKind.BACKWARD)
+        self.segments.recomputes = True
+        stage = -1
         while self.pending is not None and self.pending[0] != PHASE:
             if self.pending[0] == BACKWARD:
                 stage = self.pending[1] + self._offset
-                if stage < k:
+                if stage <= k:
                     break
-                if stage == k:
-                    self.cotangents[k + 1] = cotangents
-                    self._step()
-                    if k == 0 and self.blocks is not None:
-                        self._run_rest()
-                    else:
-                        self._run_ahead()
-                    found: Gradients = self.cotangents[k]
-                    return found
                 self.cotangents[stage + 1] = []
             self._step()
-        raise GradientError(
-            f"backward reached {self.runner.stages[k].name} a second time; the saved tensors are gone after "
-            "one backward "
-            "(retain_graph=True is not supported), run the forward again"
-        )
+        if stage != k:
+            raise GradientError(
+                f"backward reached {self.runner.stages[k].name} a second time; the saved tensors are gone after "
+                "one backward (retain_graph=True is not supported), run the forward again"
+            )
+        if self.index == k + 1:
+            self.live = None
 
     def finish_backward(self) -> None:
         """The rest of the backward phase without what no one asked for: its copies, updates and frees alone."""
         self._enter(PhaseKind.BACKWARD)
+        self.segments.recomputes = True
         self._run_rest()
         self.close()
 
@@ -148,4 +159,8 @@ class Interpreter(Engine):
             self._step()
 
     def _needs_no_wait(self) -> bool:
-        return self.pending is not None and self.pending[0] in _NEED_NO_WAIT
+        if self.pending is None:
+            return False
+        if self.pending[0] == KEEP and self.between is not None and self._entered is PhaseKind.FORWARD:
+            return False  # the caller may make another state of it first
+        return self.pending[0] in _NEED_NO_WAIT

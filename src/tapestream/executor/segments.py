@@ -5,6 +5,7 @@ from typing import Any, Protocol
 import torch
 
 from tapestream.ir.actions import Tier, Value
+from tapestream.runner.state import State
 
 Sums = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
@@ -55,6 +56,22 @@ class Inside(Protocol):
 
     def free_inside(self, stage: int) -> None:
         """It is not needed any more."""
+
+
+class Between(Protocol):
+    """What runs between stages, where that is no stage: the caller's own code at first, this in recomputes. Stage ``k``
+    then runs on a state of its own, which is made of state k, and state k+1 of what the stage makes."""
+
+    def come_in(self, k: int, state: State) -> State: ...
+    def behind(self, k: int, chain: State, own: State) -> "Onward | None": ...  # ``chain``: state k; ``own``: its own
+
+
+class Onward(Protocol):
+    """What runs again behind a stage. ``saves``: it has dropped saved tensors, which ``saving`` makes again."""
+
+    @property
+    def saves(self) -> bool: ...
+    def __call__(self, made: State, *, saving: bool) -> State: ...
 
 
 class Blocks(Mover, Protocol):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 
 from tapestream.executor.joint import JointRunner, JointTape
-from tapestream.executor.segments import Blocks, Sums
+from tapestream.executor.segments import Between, Blocks, Onward, Sums
 from tapestream.executor.travel.travel import Kept, Travel
 from tapestream.runner.entry import Tape
 from tapestream.runner.runner import Gradients, Runner
@@ -14,35 +14,46 @@ class StageSegments:
     """See `Segments` and `Inside`. Parameter blocks come before a stage runs, and may go after it.
 
     ``sums`` maps the ``id`` of a parameter to (parameter, gradient accumulated so far in this call). ``begun`` says, by
-    stage, where the sums of the gradients of its inputs begin (None: with nothing).
+    stage, where the sums of the gradients of its inputs begin (None: with nothing). ``recomputes``: the backward phase
+    has begun.
     """
 
-    def __init__(self, runner: Runner | JointRunner, travel: Travel, blocks: Blocks | None) -> None:
+    def __init__(
+        self, runner: Runner | JointRunner, travel: Travel, blocks: Blocks | None, between: Between | None
+    ) -> None:
         self.sums: Sums = {}
         self.begun: Callable[[int], Gradients] | None = None
-        self._runner, self._travel, self._blocks = runner, travel, blocks
+        self.recomputes = False
+        self._runner, self._travel, self._blocks, self._between = runner, travel, blocks, between
         self._keeping: int | None = None  # the stage whose next run keeps what it makes inside
 
     def forward(self, live: list[State], start: int, stop: int) -> State:
         """See `Segments`."""
         for k in range(start, stop):
+            live, onward = self._of_its_own(live, k)
             held = self._held(live, k)
             self._compute_begins(k)
             live = [self._runner.forward(k, live, keep_inside=k == self._keeping)]
-            del held
+            if onward is not None:
+                live = [onward(live.pop(), saving=False)]
+            del held, onward
             self._keeping = None
             self._compute_ended(k)
         return live.pop()
 
     def record(self, live: list[State], stage: int, *, output_needed: bool) -> tuple[State | None, Tape | JointTape]:
         """See `Segments`."""
+        live, onward = self._of_its_own(live, stage)
         held = self._held(live, stage)
         self._compute_begins(stage)
-        out, tape = self._runner.record(stage, live, output_needed=output_needed)
+        needed = output_needed or (onward is not None and onward.saves)
+        out, tape = self._runner.record(stage, live, output_needed=needed)
         self._travel.recorded(stage)  # while states are held
+        if onward is not None and out is not None and needed:
+            out = onward(out, saving=True)
         del held
         self._compute_ended(stage)
-        return out if output_needed else None, tape
+        return out if needed else None, tape
 
     def backward(self, tape: Tape | JointTape, stage: int, cotangent: Gradients) -> Gradients:
         """See `Segments`."""
@@ -84,6 +95,15 @@ class StageSegments:
         for k in stages if self._blocks is not None and self._blocks.divided else ():
             self._compute_begins(k, backward=backward)
             self._compute_ended(k)
+
+    def _of_its_own(self, live: list[State], k: int) -> tuple[list[State], Onward | None]:
+        """The state that stage ``k`` runs on, and in a recompute what makes state k+1 of what it makes, if anything
+        does."""
+        if self._between is None:
+            return live, None
+        state = live.pop()
+        own = self._between.come_in(k, state)
+        return [own], self._between.behind(k, state, own) if self.recomputes else None
 
     def _held(self, live: list[State], k: int) -> State | None:
         """State ``k``, which is held on to only while a stage of one part runs: see `Runner`."""

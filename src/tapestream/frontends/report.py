@@ -36,7 +36,8 @@ class Report:
     now, with Python, PyTorch's code, and what that heap keeps of freed memory. ``cudnn_benchmark``: True if the setting
     is on; it was off inside of blocks. ``exceeded``: what `BudgetExceeded` last said of a call that holds more than its
     budget, None where none does. ``accumulation``: how many micro-batches the last call of `accumulate` was given, in
-    which order they went and why, None where there was none.
+    which order they went and why, None where there was none. ``parted``: what separates each of the chains from the one
+    before it.
     """
 
     plan: Plan
@@ -50,6 +51,7 @@ class Report:
     live_nbytes: int | None = field(default_factory=live_nbytes)
     resident_nbytes: int = field(default_factory=resident_nbytes)
     accumulation: str | None = None
+    parted: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         tier = self.plan.tier_name
@@ -62,6 +64,7 @@ class Report:
         return "\n".join(
             (
                 *map(str, self.plans),
+                *(f"chain {number} begins {why}" for number, why in enumerate(self.parted, 2)),
                 "measured since the last report",
                 *([f"  blocks       {held or '0 B'} at the peak, without tape"] if self.peak_nbytes else []),
                 f"  moved        {moved or 'nothing'}",
@@ -104,6 +107,7 @@ def report(model: nn.Module | Program) -> Report:
         reserved_nbytes(handle.device) if on_accelerator else None,
         on_accelerator and torch.backends.cudnn.benchmark, handle.exceeded.last,
         accumulation=handle.accumulation.said,
+        parted=tuple(one.parted for one in handle.last.segments if one.parted is not None),
     )  # fmt: skip
 
 

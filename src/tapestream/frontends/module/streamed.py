@@ -295,7 +295,7 @@ class Streamed:
     def _mode(self, modules: Sequence[nn.Module]) -> object:
         mode = mode_of(modules)
         self._known.check(mode.identities)
-        return mode, self.update, id(self.called)
+        return mode, self.update, id(self.called), self.accumulation.parts
 
     def state_nbytes(self, parameter: nn.Parameter) -> int:
         """Bytes of optimizer state of a parameter outside the blocks."""

@@ -62,7 +62,7 @@ def accumulate(model: nn.Module, micro_batches: Iterable[Any], loss: Loss) -> li
         handle._live.make_way(handle.last)
     kind, why = None, why_not_model(handle, given)
     if why is None:
-        found = _plans_of(handle, given)
+        found = _plans_in_parts(handle, given)
         kind = _kind_of(handle, found)
         losses = _together(handle, kind, found, one_by_one)
         if losses is not None:
@@ -170,6 +170,19 @@ def _plans_of(handle: "Streamed", given: Sequence[Any]) -> list[Prepared]:
         plan = partial(handle.prepare_for, args, kwargs)
         found.append(or_split(handle, handle.prepare_for, args, kwargs, plan))
     return found
+
+
+def _plans_in_parts(handle: "Streamed", given: Sequence[Any]) -> list[Prepared]:
+    """The same, with chains that end where work comes between blocks, which micro-batches that go together do each by
+    itself; where that does not fit, those of calls."""
+    found = _plans_of(handle, given)
+    if not any(cut is not None for one in found for segment in one.segments for cut in segment.cuts):
+        return found
+    try:
+        with handle.accumulation.parting():
+            return _plans_of(handle, given)
+    except BudgetError:
+        return found
 
 
 def _kind_of(handle: "Streamed", found: Sequence[Prepared]) -> Kind:

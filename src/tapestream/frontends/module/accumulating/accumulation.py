@@ -1,7 +1,8 @@
 """`Accumulation`: in which order the micro-batches of a streamed model pass its blocks, and why."""
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tapestream.frontends.module.plans.prepare import Prepared
@@ -46,11 +47,21 @@ class Kind:
 class Accumulation:
     """Of one model. ``kinds``: by ids of plans, and how many micro-batches; ``draws``: what a forward draws, by its
     shapes, None where that is not the same each time; ``said``: of the last micro-batches, None where there were
-    none."""
+    none; ``parts``: calls are planned now whose chains end where work comes between blocks."""
 
     kinds: dict[object, Kind] = field(default_factory=dict)
     draws: dict[object, Draws | None] = field(default_factory=dict)
     said: str | None = None
+    parts: bool = False
+
+    @contextlib.contextmanager
+    def parting(self) -> Iterator[None]:
+        """Plans that are made inside are for micro-batches together: between blocks each runs as it is."""
+        self.parts = True
+        try:
+            yield
+        finally:
+            self.parts = False
 
     def clear(self) -> None:
         """Plans are forgotten."""

@@ -80,6 +80,8 @@ def _of_calls(handle: "Streamed", found: Sequence[Prepared]) -> Iterator[str]:
 def _of_segment(blocks: Sequence[nn.Module], segment: Segment) -> Iterator[str]:
     if segment.reused:
         yield "code outside of the blocks uses what a block was given"
+    if any(cut is not None for cut in segment.cuts):
+        yield "the budget is too small for chains that end where code outside of the blocks comes between two of them"
     if any(segment.passes):
         yield "blocks pass tensors with gradients on in objects"
     for position, traits in zip(segment.positions, segment.traits, strict=True):

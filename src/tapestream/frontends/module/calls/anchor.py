@@ -1,10 +1,10 @@
 """What makes the parameters of streamed blocks part of the graph, and refuses uses of them beside it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 
 from tapestream.errors import GradientError
 
@@ -42,7 +42,17 @@ def _let_pass(hooks: dict[int, Any] | None) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(lambda: hooks.update({**kept, **hooks}))
 
 
-def refusing(name: str, root: Node) -> Callable[[Any], None]:
+def watching(parameters: Mapping[str, torch.nn.Parameter], root: Node) -> list[Node]:
+    """The nodes where gradients arrive of ``parameters`` (by name) that their modules' calls alone may make; they would
+    go without being held."""
+    with torch._C.DisableTorchFunctionSubclass():
+        nodes = [get_gradient_edge(p).node for p in parameters.values()]
+    for name, node in zip(parameters, nodes, strict=True):
+        node.register_prehook(_refusing(name, root))
+    return nodes
+
+
+def _refusing(name: str, root: Node) -> Callable[[Any], None]:
     """A hook of the node where gradients of a parameter arrive that its module's calls do not make."""
 
     def refuse(gradients: Any) -> None:

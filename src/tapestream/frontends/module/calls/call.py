@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
 from tapestream.errors import GradientError
 from tapestream.executor.blocks import BlockStore, Replaced
@@ -16,8 +15,7 @@ from tapestream.executor.lending import lending_hooks
 from tapestream.executor.travel.parcel import Parcels
 from tapestream.frontends.below import Below
 from tapestream.frontends.giving_way import Reason
-from tapestream.frontends.module.calls.again import UnplannedBlock
-from tapestream.frontends.module.calls.anchor import anchored, refusing
+from tapestream.frontends.module.calls.anchor import anchored, watching
 from tapestream.frontends.module.calls.following import WRITTEN, Following
 from tapestream.frontends.module.calls.live import (
     CUT_SHORT,
@@ -26,11 +24,14 @@ from tapestream.frontends.module.calls.live import (
     SegmentView,
     check_no_gradients,
 )
+from tapestream.frontends.module.calls.order import BlockOrder
 from tapestream.frontends.module.calls.outside_sums import OutsideSums
+from tapestream.frontends.module.homes.between import BetweenBlocks
 from tapestream.frontends.module.homes.wide import adds_once
 from tapestream.frontends.module.observing.arguments import BlockRun, Link
 from tapestream.frontends.module.observing.returned import Watched
 from tapestream.frontends.module.plans.prepare import Prepared
+from tapestream.frontends.module.work.called import WorkOfCall
 from tapestream.ir.actions import Tier
 from tapestream.runner.ambient import mark_of_autocast
 from tapestream.runner.checkpointing import checkpointing_off
@@ -70,7 +71,7 @@ class StreamCall:
         self.interpreters: list[Interpreter | None] = [None] * len(prepared.segments)
         self.stages: list[list[Stage]] = [[] for _ in prepared.segments]
         self._traits: list[list[Traits]] = [[] for _ in prepared.segments]
-        self.done = 0  # block calls so far
+        self.order = BlockOrder(prepared)
         stored = all(len(o) == len(s.positions) for o, s in zip(prepared.once, prepared.segments, strict=True))
         # Gradients of several calls are added by autograd for all of them, or by the store.
         alone = live.alone and outside.sharing is None
@@ -83,7 +84,9 @@ class StreamCall:
         self._differentiating = False
         self._returned, self.link = Watched(), Link()
         reused = not self.plain and any(segment.reused for segment in prepared.segments)
-        self.following = Following() if reused else None
+        self.works = WorkOfCall(() if self.plain else prepared.segments, prepared.once, device, self)
+        self.following = Following(self.works.trace) if reused else None
+        self.mode: BetweenBlocks | None = self.following or self.works.trace  # entered between blocks
         self._given: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self._replaced: frozenset[Replaced] = frozenset()  # by its own forward
         live.wait(self)
@@ -92,10 +95,7 @@ class StreamCall:
         root = root_of_graph().view(0)
         blocks = [block for block in self.store.blocks if block.index not in self.prepared.pinned]
         anchor, self._ends = anchored(root, [p for block in blocks for p in block.parameters])
-        with torch._C.DisableTorchFunctionSubclass():
-            self._watched = {name: get_gradient_edge(p).node for name, p in self.prepared.watched.items()}
-        for name, node in self._watched.items():
-            node.register_prehook(refusing(name, self._ends[0]))
+        self._watched = watching(self.prepared.watched, self._ends[0])
         return anchor
 
     def watched(self, result: Any) -> Any:
@@ -108,59 +108,41 @@ class StreamCall:
 
     def followed(self) -> contextlib.AbstractContextManager[None]:
         """The model's forward runs inside."""
-        return contextlib.nullcontext() if self.following is None else self.following.until()
+        return contextlib.nullcontext() if self.mode is None else self.mode.until(begins=self.works.trace is not None)
 
     def end_forward(self) -> None:
         """The model has returned. What it returned must not be held from here: dropping it ends the call."""
         if self.following is not None:
             self._given = self.following.end()
-        self.link, self.following = Link(), None
+        self.link, self.following, self.mode = Link(), None, None
+        self.works.end()
         self._replaced = self.store.replaced()
 
     def enter(self, position: int, run: BlockRun, stage: Stage, segment: int, k: int) -> None:
-        """A block call at the place that `place_of` gave. Raises UnplannedBlock where the plan links it otherwise."""
+        """A block call at the place that `BlockOrder` gave. Raises UnplannedBlock where the plan links it otherwise."""
         planned = self.prepared.segments[segment]
-        begun = self.interpreters[segment] is not None
-        if run.linked != begun:
-            raise self._unplanned(
+        interpreter, state = self.interpreters[segment], take_apart(run.tensors)[0]
+        begun = interpreter is not None
+        onward = self.works.links(segment, k, run.tensors, state) if begun and not run.linked else None
+        if (run.linked or onward is not None) != begun:
+            raise self.order.unplanned(
                 position,
                 f"got {'the' if run.linked else 'another tensor than the'} output of the block before it, unlike in "
                 "the profiled call (was that output changed in place?)",
             )
         if k not in self.prepared.once[segment]:
             run.keep_arguments(clone=planned.clones[k])
-        if not begun:
-            self._begin(segment, take_apart(run.tensors)[0])
+        if interpreter is None:
+            self._begin(segment, state)
+        elif onward is not None:
+            interpreter.go_on(onward)
         self.stages[segment][k], self._traits[segment][k] = stage, planned.traits[k]
-
-    def place_of(self, position: int) -> tuple[int, int]:
-        """(segment, stage) of the block that is called next. Blocks in between are left out of this call: their stages
-        hand the state on.
-
-        Raises UnplannedBlock when the plan has it nowhere after the last one.
-        """
-        for number in range(self.done, len(self.prepared.order)):
-            segment, k = self.prepared.order[number]
-            if self.prepared.segments[segment].positions[k] == position:
-                self.done = number + 1
-                return segment, k
-        raise self._unplanned(position, "was called where the profiled call of this model did not call it")
-
-    def _unplanned(self, position: int, why: str) -> UnplannedBlock:
-        run = self.prepared.order[: self.done]
-        blocks_wrote = any(self.prepared.segments[segment].traits[k].buffers for segment, k in run)
-        return UnplannedBlock(position, blocks_wrote or self.prepared.writes_outside, why)
-
-    def has_place(self, position: int) -> bool:
-        """Whether the plan has a call of this block still to come."""
-        rest = self.prepared.order[self.done :]
-        return any(self.prepared.segments[segment].positions[k] == position for segment, k in rest)
 
     def run_plain(
         self, position: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """One block call of a ``plain`` call, as in plain PyTorch. The last one's graph keeps this call alive."""
-        self.place_of(position)
+        self.order.place_of(position)
         out = original(*args, **kwargs)
         for tensor in tensors_in(out):  # of every block: which is the last one is known afterwards only
             if tensor.grad_fn is not None:
@@ -191,7 +173,8 @@ class StreamCall:
         parcels, moving = None, self.prepared.moving[segment]
         if moving is not None:
             self._parcels.append(parcels := self._below.parcels(()))
-        interpreter = Interpreter(plan.schedule, runner, blocks=view, parcels=parcels, moving=moving or ())
+        interpreter = Interpreter(plan.schedule, runner, blocks=view, parcels=parcels, moving=moving or (),
+                                  between=self.works.of(segment))  # fmt: skip
         travel = interpreter.travel
         runner.hooks = lambda k: lending_hooks(store, uses[k], stages[k].name, watch, travel.hooks(stages[k], k))
         interpreter.begin(state)
@@ -208,14 +191,8 @@ class StreamCall:
     ) -> tuple[Gradients, Gradients]:
         """Differentiate one block: gradients of its inputs, and of ``others`` (ids), which belong to no block.
         ``begun``: gradients of its inputs that later uses of them have made."""
-        interpreter = self.interpreters[segment]
-        if interpreter is None or self.closed:
-            self._outside.fail()
-            if self.given_up is not None:
-                raise self.given_up()
-            raise GradientError(CUT_SHORT if self.cut_short else DIFFERENTIATED_TWICE)
-        if not self._differentiating:
-            self._begin_backward()
+        interpreter = self._differentiated(segment)
+        self.works.forget(segment, k)
         self._seed(segment, k, interpreter.sums)
         interpreter.segments.begun = lambda stage: begun if stage == k else []
         try:
@@ -228,6 +205,28 @@ class StreamCall:
             raise
         finally:
             interpreter.segments.begun = None
+
+    def record_for_backward(self, segment: int, k: int) -> None:
+        """Record a block, and make again what the model's work behind it has saved."""
+        interpreter = self._differentiated(segment)
+        try:
+            with checkpointing_off():
+                interpreter.record_for_backward(k)
+        except BaseException:
+            self.abort()
+            raise
+
+    def _differentiated(self, segment: int) -> Interpreter:
+        """Of a chain that the backward has reached. Raises GradientError where the call has ended."""
+        interpreter = self.interpreters[segment]
+        if interpreter is None or self.closed:
+            self._outside.fail()
+            if self.given_up is not None:
+                raise self.given_up()
+            raise GradientError(CUT_SHORT if self.cut_short else DIFFERENTIATED_TWICE)
+        if not self._differentiating:
+            self._begin_backward()
+        return interpreter
 
     def _seed(self, segment: int, k: int, sums: Sums) -> None:
         """Let the backward of a block go on from what others of this backward have added up."""

@@ -12,6 +12,7 @@ import torch
 
 from tapestream.errors import InputError
 from tapestream.frontends.module.homes.between import BetweenBlocks, is_about_itself
+from tapestream.frontends.module.work.tracing import Tracing
 
 WRITTEN = "changed in place; its views would not see that: write into a clone() of it"
 _NUMBERS = frozenset(("__index__", "__int__", "__invert__"))  # that change nothing, unlike __iadd__
@@ -39,8 +40,10 @@ class Following(BetweenBlocks):
     and so does what compiled code uses. It begins behind the first block.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trace: Tracing | None) -> None:
+        """``trace``: what traces the functions (None: nobody)."""
         super().__init__()
+        self._trace = trace
         self._changed = False
         self._noted: dict[int, _Noted] = {}
 
@@ -85,14 +88,17 @@ class Following(BetweenBlocks):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling() or self.asleep or not self._noted or is_about_itself(func):
-            return func(*args, **kwargs)
+            return self._run(func, args, kwargs)
         given: dict[int, torch.Tensor] = {}
         written = _writes(func) or kwargs.get("inplace") is True
         own = {"out", "input", "self"} if written else {"out"}
         first = args[: int(written)]
         named = {name: value if name in own else self._in(value, given) for name, value in kwargs.items()}
-        result = func(*first, *(self._in(value, given) for value in args[len(first) :]), **named)
+        result = self._run(func, (*first, *(self._in(value, given) for value in args[len(first) :])), named)
         return self._out(result, given) if given else result
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs) if self._trace is None or self.asleep else self._trace.run(func, args, kwargs)
 
     def _in(self, value: Any, given: dict[int, torch.Tensor]) -> Any:
         if isinstance(value, torch.Tensor):

@@ -44,7 +44,7 @@ def _call(
         found: torch.Tensor = handle.call_block(position, function, args, {})
         return found
     with handle._live.working(), torch.enable_grad():
-        if call is not None and not call.closed and call.has_place(position):
+        if call is not None and not call.closed and call.order.has_place(position):
             found = apply_block(call, position, function, args, {})
             call.end_forward()
             return found

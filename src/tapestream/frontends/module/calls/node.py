@@ -9,6 +9,7 @@ import torch
 from tapestream.errors import GradientError
 from tapestream.frontends.module.calls.call import StreamCall
 from tapestream.frontends.module.observing.arguments import BlockRun, Link
+from tapestream.frontends.module.work.observed import given_to
 from tapestream.runner.guards import check_differentiated_once
 from tapestream.runner.modes import with_tangents
 from tapestream.runner.state import State
@@ -18,11 +19,12 @@ def apply_block(
     call: StreamCall, position: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """A block's call as one node of the user's graph."""
-    segment, k = call.place_of(position)
+    segment, k = call.order.place_of(position)
     planned = call.prepared.segments[segment]
     bare = planned.stages[k]
     link = Link() if call.interpreters[segment] is None else call.link
     following = call.following
+    works, mode = call.works, call.mode
     run = BlockRun(
         bare.name, original, bare.modules, args, kwargs, link, None if following is None else following.current,
         passes=planned.passes[k],
@@ -31,7 +33,8 @@ def apply_block(
     anchor = call.anchor if planned.traits[k].leaves else None
     made: list[State] = []
     again = run.used if following is not None else {}
-    with contextlib.nullcontext() if following is None else following.left():
+    given, entries = given_to(run), len(run.tensors)
+    with contextlib.nullcontext() if mode is None else mode.left():
         others = planned.traits[k].others
         node = _BlockNode.apply(call, segment, k, made, anchor, tuple(again), others, *run.tensors, *others)  # type: ignore[no-untyped-call]
     outputs, handed_on = node[: len(made[0].requires)], node[len(made[0].requires) :]
@@ -45,6 +48,8 @@ def apply_block(
         pairs = [(t, now) for held, now in zip(again.values(), handed_on, strict=True) for t in held]
         for tensor, now in (*pairs, *call.link.sides_held()):
             following.note(tensor, now)
+        given += zip(again, handed_on, strict=True)
+    works.begin(segment, k, given, entries, call.link)
     return result
 
 

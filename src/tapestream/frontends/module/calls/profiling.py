@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from tapestream.costs import StageCost
+from tapestream.frontends.below import NEVER_MOVE
 from tapestream.frontends.module.observing.observe import Observation, StaysPut
 from tapestream.frontends.module.observing.observed import Observed
 from tapestream.runner.checkpointing import checkpointing_off
@@ -57,6 +58,8 @@ def observe_call(
         handle.observation = Observation(
             handle.model, handle.store, handle.blocks, handle.device, handle.progress,
             called=handle.called, passed=handle.passed, wide=handle.wide, verify=handle.verify,
+            # What is saved between blocks does not move with the saved tensors of these.
+            parts=handle.accumulation.parts or handle.planner not in ("auto", *NEVER_MOVE),
         )  # fmt: skip
         try:
             with checkpointing_off(), handle.homes.tables.observed():

@@ -55,9 +55,11 @@ class BetweenBlocks(TorchFunctionMode):
             self.__enter__()
 
     @contextlib.contextmanager
-    def until(self) -> Iterator[None]:
-        """A call runs inside."""
+    def until(self, *, begins: bool = False) -> Iterator[None]:
+        """A call runs inside. ``begins``: what is before its first block is seen, too."""
         try:
+            if begins:
+                self.__enter__()
             yield
         finally:
             self.__exit__(None, None, None)

@@ -113,8 +113,16 @@ class BlockRun:
         """Entries of the state that carry a gradient and that the block does not hand on, and what the caller holds of
         each."""
         mine = [e for e, t in enumerate(self.tensors) if t.requires_grad and e not in self._sides]
-        named = self._names.values()
-        return {entry: [t for e, t, version in named if e == entry and t._version == version] for entry in mine}
+        return {entry: self.held_of.get(entry, []) for entry in mine}
+
+    @property
+    def held_of(self) -> dict[int, list[torch.Tensor]]:
+        """What the caller holds of each entry of the state."""
+        found: dict[int, list[torch.Tensor]] = {}
+        for entry, tensor, version in self._names.values():
+            if tensor._version == version:
+                found.setdefault(entry, []).append(tensor)
+        return found
 
     @property
     def entries(self) -> frozenset[int]:
@@ -284,6 +292,13 @@ def _nbytes(things: Sequence[Any]) -> int:
     return sum({storage.data_ptr(): storage_nbytes(storage) for storage in storages}.values())
 
 
+def entering(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The state of a block that is called with ``tensors``, and does not go on from the one before: the first of them
+    that may carry a gradient, and those that do."""
+    main = next((t for t in tensors if t.is_floating_point() or t.is_complex()), tensors[0])
+    return list({id(t): t for t in (main, *(t for t in tensors if t.requires_grad))}.values())
+
+
 def _recognised(
     name: str, leaves: Sequence[Any], link: Link, current: Current | None
 ) -> tuple[bool, Link, dict[int, int]]:
@@ -292,13 +307,9 @@ def _recognised(
     if not tensors:
         raise InputError(f"{name} was called without any tensor; pass its state as an argument")
     known = {at: entry for at, t in tensors if (entry := link.entry(t)) is not None}
-    wanting = [at for at, t in tensors if t.requires_grad]
-    if known and all(at in known for at in wanting):
+    if known and all(at in known for at, t in tensors if t.requires_grad):
         return True, link, known
-    floating = [at for at, t in tensors if t.is_floating_point() or t.is_complex()]
-    main = next(iter((*floating, tensors[0][0])))
-    entering = [(main, leaves[main]), *((at, leaves[at]) for at in wanting)]
-    distinct = list({id(t): t for _, t in entering}.values())
+    distinct = entering([t for _, t in tensors])
     number = {id(t): entry for entry, t in enumerate(distinct)}
     names = {id(t): (entry, t, t._version) for entry, t in enumerate(distinct)}
     picks = {at: number[id(t)] for at, t in tensors if id(t) in number}

@@ -29,6 +29,7 @@ from tapestream.frontends.module.observing.returned import Turn, references, sti
 from tapestream.frontends.module.observing.reused import Reused
 from tapestream.frontends.module.observing.written import parameters_unwritten
 from tapestream.frontends.module.swap import own_call
+from tapestream.frontends.module.work.observed import ObservedWork, behind_work, given_to, with_work
 from tapestream.ir.actions import Tier
 from tapestream.planning.profile import Profiled, profile_stage
 from tapestream.planning.travellers import Travellers
@@ -68,16 +69,17 @@ class Observation:
         passed: set[int],
         wide: int,
         verify: bool,
+        parts: bool,
     ) -> None:
         """``called``: the model, or what the user has called of it; ``passed``: positions of blocks known to pass
         tensors on in objects; ``wide``: the position of the first of the blocks that are modules outside of the
-        repeated ones."""
+        repeated ones; ``parts``: chains end where work comes between blocks."""
         self.model, self.store, self.blocks, self.device = model, store, blocks, device
         self.progress, self.verify, self._wide = progress, verify, wide
         self._direct = DirectUse(parameters_of(store, range(wide, len(blocks))))
         self._profiled, self._passed = Profiled(), Passed(passed)
         self.segments: list[Segment] = []
-        self._link, self._reused = Link(), Reused()
+        self._link, self._reused, self._work = Link(), Reused(), ObservedWork(device, parts=parts)
         self._recorded = True  # whether the last block ran with gradients on
         self._left_out = LeftOut(model, blocks[:wide], called)
         self._root = root_of_graph()
@@ -179,11 +181,13 @@ class Observation:
         self._outside = contextlib.ExitStack()
         if self._wide < len(self.blocks):
             self._outside.enter_context(self._direct)
+        self._outside.enter_context(self._work.trace)
         self._outside.enter_context(collector_off())
         self._meter = self._outside.enter_context(self._watch.measured())
         self._since_block = stopwatch(self.device)
 
     def _stop_measuring(self) -> MemoryMeter | None:
+        self._work.ends()
         meter, outside = self._meter, self._outside
         self._meter = self._outside = None
         if outside is not None:
@@ -253,7 +257,9 @@ class Observation:
         kwargs: dict[str, Any],
         segment: Segment | None = None,
     ) -> tuple[Any, BlockRun]:
-        meter = self._stop_measuring()
+        passed = position >= self._wide or position in self._passed.positions
+        linked = None if passed else self._work.links(tensors_in([args, kwargs]), self._link)
+        meter, seconds = self._stop_measuring(), self._since_block()
         behind = frozenset(map(id, leaves_behind(tensors_in([args, kwargs]))))
         self._reused.look(tensors_in([args, kwargs]))
         if self._first is None:
@@ -263,9 +269,15 @@ class Observation:
         bare = Stage(position, self.blocks[position])
         run, state, (cost, traits, out) = self._profile(position, bare, original, args, kwargs)
         if meter is not None:
-            self._before_nbytes += max(0, meter.end_nbytes - (0 if run.linked else _nbytes(state)))
-        if segment is None and not run.linked:
-            self.segments.append(Segment(initial_nbytes=_nbytes(state), travellers=Travellers(state)))
+            entering = linked.both_nbytes if linked is not None else 0 if run.linked else _nbytes(state)
+            self._before_nbytes += max(0, meter.end_nbytes - entering)
+        if linked is not None:
+            work = linked.segment.costs[-1], linked, meter, seconds, self._reused.within_chain()
+            linked.segment.costs[-1] = with_work(*work)
+            cost = behind_work(cost, linked.own_nbytes)
+        elif segment is None and not run.linked:
+            parted = f"before block {position}: {self._work.why}" if self.segments else None
+            self.segments.append(Segment(initial_nbytes=_nbytes(state), travellers=Travellers(state), parted=parted))
             self._alive += state.tensors
         segment = segment or self.segments[-1]
         # What a block leaves in objects must keep its graph, by which a later use of it is refused.
@@ -276,8 +288,7 @@ class Observation:
         segment.stages.append(bare)
         segment.clones.append(run.writes)
         segment.passes.append(position in self._passed.positions)
-        assert segment.travellers is not None
-        segment.travellers.follow(state, out)
+        segment.cuts.append(None if linked is None else linked.cut)
         self._left_nbytes, things = self._left_nbytes + run.take_over(), run.things
         # Nodes, not leaves: what runs outside may change its input in place.
         last = tuple(
@@ -285,7 +296,9 @@ class Observation:
             for t, requires in zip(out.tensors, out.requires, strict=True)
         )
         self._outputs += references(last)
+        given = given_to(run)
         (result, self._link), self._recorded = run.finish(out, last), torch.is_grad_enabled()
+        self._work.begin(segment, linked, state, out, given, self._link, may_follow=position < self._wide)
         self._passed.note(things, position)
         self._reused.note(tensors_in([args, kwargs]))
         self._alive += run.held

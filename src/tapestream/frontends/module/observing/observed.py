@@ -14,6 +14,9 @@ class Segment:
 
     ``clones``: per block, whether it writes into tensors inside objects among its arguments (a cache of fixed size);
     ``passes``: whether tensors with gradients come or go in them.
+    ``cuts``: per block, which values of the work between the block before and this one are the state of the chain, None
+    where no work leads from one to the other (see `Border`);
+    ``parted``: what separates it from the segment before, None for the first;
     ``reused``: something that is no block after it uses what some block of the call was given.
     """
 
@@ -23,6 +26,8 @@ class Segment:
     stages: list[Stage] = field(default_factory=list)
     clones: list[bool] = field(default_factory=list)
     passes: list[bool] = field(default_factory=list)
+    cuts: list[tuple[int, ...] | None] = field(default_factory=list)
+    parted: str | None = None
     reused: bool = False
     initial_nbytes: int = 0
     travellers: Travellers | None = None

@@ -37,6 +37,12 @@ class Reused:
         for edge in edges_behind(tensors, self._seen):
             self._meet(edge)
 
+    def within_chain(self) -> int:
+        """The block that is called now is in one chain with the last one, which its chain's state has come to by what
+        was used since: that needs no room of its own but in backward. Returns the bytes."""
+        own = [edge for edge, (first, last, _) in self.met.items() if first == last == self._blocks]
+        return sum(self.met.pop(edge)[2] for edge in own)
+
     def end(self) -> None:
         """Let go of the graph: nothing follows."""
         self._noted.clear()

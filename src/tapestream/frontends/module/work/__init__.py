@@ -1,0 +1,1 @@
+"""What a streamed model does between its blocks: traced, and run again with the blocks."""
