@@ -21,7 +21,7 @@ DEEP = 6
 class Working(Chained):
     """A drawn kind of work between blocks, with parameters of the model's own."""
 
-    def __init__(self, work: Callable[["Working", Tensor, int, list[Tensor]], Tensor], twice: bool = False) -> None:
+    def __init__(self, work: Callable[["Working", Tensor, int, list[Tensor]], Tensor]) -> None:
         super().__init__(dense(DEEP), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
         self.work = work
         self.norm = nn.LayerNorm(WIDTH)
@@ -92,6 +92,17 @@ def in_halves(model: Any, x: Tensor, k: int, seen: list[Tensor]) -> Tensor:
     one, other = model.blocks[k](x).chunk(2, -1)
     top, _ = torch.cat([other, one * 2], -1).sort(-1)
     return x + top.flip(-1)
+
+
+def writes_behind(model: Any, x: Tensor, k: int, seen: list[Tensor]) -> Tensor:
+    """Into what a chain's state would be."""
+    x = x + 1
+    return x.add_(model.blocks[k](model.norm(x * 2))) if k % 2 else x + model.blocks[k](x)
+
+
+def draws_apart(model: Any, x: Tensor, k: int, seen: list[Tensor]) -> Tensor:
+    own = torch.Generator(x.device).manual_seed(k)
+    return x + torch.bernoulli(torch.sigmoid(model.blocks[k](x)), generator=own) * x + model.blocks[k](x)
 
 
 KINDS: dict[str, Callable[..., Tensor]] = {
@@ -200,6 +211,12 @@ def test_what_cannot_run_again_parts_chains_and_is_exact(work: Any, level: str, 
         assert max(chains_of(model)) == 1
         assert len(ts.report(model).parted) == DEEP - 1
         assert "chain 2 begins before block 1: " in str(ts.report(model))
+
+
+@pytest.mark.parametrize("work", [writes_behind, draws_apart])
+def test_writes_into_a_state_and_generators_of_its_own_are_exact(work: Any, tmp_path: Path) -> None:
+    case, options = Model(lambda: Working(work), numbers(3, WIDTH)), options_of("auto", tmp_path, "device")
+    assert_exact(case, budget_at("least", case, sgd, **options), **options)
 
 
 @contextlib.contextmanager

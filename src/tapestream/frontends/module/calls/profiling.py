@@ -52,14 +52,15 @@ def observe_call(
 ) -> Observed:
     """One observed call, in which no parameter is used that a block might have sent home."""
     handle.begin_measuring()
+    # What is saved between blocks does not move with the saved tensors of these.
+    parted, written = handle.accumulation.parts or handle.planner not in ("auto", *NEVER_MOVE), set[int]()
     while True:
         handle.store.settle()
         handle.pinned.bring()
         handle.observation = Observation(
             handle.model, handle.store, handle.blocks, handle.device, handle.progress,
             called=handle.called, passed=handle.passed, wide=handle.wide, verify=handle.verify,
-            # What is saved between blocks does not move with the saved tensors of these.
-            parts=handle.accumulation.parts or handle.planner not in ("auto", *NEVER_MOVE),
+            parts=range(len(handle.blocks)) if parted else written,
         )  # fmt: skip
         try:
             with checkpointing_off(), handle.homes.tables.observed():
@@ -70,7 +71,9 @@ def observe_call(
         finally:
             handle.observation = None
             handle.store.settle()
-        if staying <= handle.pinned.blocks and found is not None and not found.again:
+        again = found is not None and (found.again or not found.written <= written)
+        written |= frozenset() if found is None else found.written
+        if staying <= handle.pinned.blocks and found is not None and not again:
             return found if handle.timings is None else handle.timings.first(found, args, kwargs)
         handle.pinned.add(staying)
         handle.replan()

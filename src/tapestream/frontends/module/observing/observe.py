@@ -1,7 +1,7 @@
 """`Observation`: the model's first call with new shapes, block by block, each profiled where it stands."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -69,17 +69,17 @@ class Observation:
         passed: set[int],
         wide: int,
         verify: bool,
-        parts: bool,
+        parts: Container[int],
     ) -> None:
         """``called``: the model, or what the user has called of it; ``passed``: positions of blocks known to pass
         tensors on in objects; ``wide``: the position of the first of the blocks that are modules outside of the
-        repeated ones; ``parts``: chains end where work comes between blocks."""
+        repeated ones; ``parts``: positions of blocks to which no work links the block before."""
         self.model, self.store, self.blocks, self.device = model, store, blocks, device
         self.progress, self.verify, self._wide = progress, verify, wide
         self._direct = DirectUse(parameters_of(store, range(wide, len(blocks))))
         self._profiled, self._passed = Profiled(), Passed(passed)
         self.segments: list[Segment] = []
-        self._link, self._reused, self._work = Link(), Reused(), ObservedWork(device, parts=parts)
+        self._link, self._reused, self._work = Link(), Reused(), ObservedWork(device, parts)
         self._recorded = True  # whether the last block ran with gradients on
         self._left_out = LeftOut(model, blocks[:wide], called)
         self._root = root_of_graph()
@@ -124,6 +124,7 @@ class Observation:
         return Observed(
             self.segments, before, self._left_nbytes, turn, written,
             frozenset(self._direct.found), (self._first or frozenset()) - self._later, self._passed.again,
+            frozenset(self._work.written),
         )  # fmt: skip
 
     def _uncached(self) -> contextlib.AbstractContextManager[None]:
@@ -257,7 +258,7 @@ class Observation:
         kwargs: dict[str, Any],
         segment: Segment | None = None,
     ) -> tuple[Any, BlockRun]:
-        passed = position >= self._wide or position in self._passed.positions
+        passed = position >= self._wide or position in self._passed.positions or position in self._work.parts
         linked = None if passed else self._work.links(tensors_in([args, kwargs]), self._link)
         meter, seconds = self._stop_measuring(), self._since_block()
         behind = frozenset(map(id, leaves_behind(tensors_in([args, kwargs]))))
@@ -298,7 +299,7 @@ class Observation:
         self._outputs += references(last)
         given = given_to(run)
         (result, self._link), self._recorded = run.finish(out, last), torch.is_grad_enabled()
-        self._work.begin(segment, linked, state, out, given, self._link, may_follow=position < self._wide)
+        self._work.begin(position, segment, linked, state, out, given, self._link, may_follow=position < self._wide)
         self._passed.note(things, position)
         self._reused.note(tensors_in([args, kwargs]))
         self._alive += run.held

@@ -43,7 +43,8 @@ class Observed:
     parameters were used outside of any block's call.
     ``used_first``: ids of the leaves that what runs before the first block uses, and nothing later does: their
     gradients are made when the backward of all blocks has ended. ``again``: what blocks pass on in objects is known
-    only now, so that the call must be observed again.
+    only now, so that the call must be observed again; ``written``: positions of blocks whose chain's state is written
+    into behind them, so that no work may link them to the block before.
     """
 
     segments: list[Segment]
@@ -54,3 +55,4 @@ class Observed:
     used_directly: frozenset[int]
     used_first: frozenset[int]
     again: bool
+    written: frozenset[int] = frozenset()

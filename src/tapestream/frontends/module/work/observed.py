@@ -1,6 +1,6 @@
 """`ObservedWork`: what an observed call does between blocks, and what that adds to the costs of chains."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,11 +17,14 @@ from tapestream.storage.meter import MemoryMeter
 
 @dataclass(slots=True)
 class _Last:
-    """The block called last: its chain, its state there, what it made."""
+    """The block called last: its position, its chain, its state there, what it made. ``versions``: of the state of its
+    chain, where it is linked by work."""
 
+    position: int
     segment: Segment
     state: State
     out: State
+    versions: tuple[int, ...] | None
 
 
 @dataclass(slots=True)
@@ -49,19 +52,21 @@ class ObservedWork:
     can be run again. The work is cut where the state of the chain is smallest; what is before the cut belongs to the
     stage of the block before."""
 
-    def __init__(self, device: torch.device, *, parts: bool = False) -> None:
-        """``parts``: no block is linked so."""
-        self.trace, self._parts = Tracing(device), parts
+    def __init__(self, device: torch.device, parts: Container[int] = ()) -> None:
+        """``parts``: positions of blocks that are not linked so. ``written``: of those whose chain's state is written
+        into by work behind them, though they are."""
+        self.trace, self.parts, self.written = Tracing(device), parts, set[int]()
         self._last: _Last | None = None
         self.why = OTHERWISE  # the block called last is not linked, where it is not
 
     def begin(
-        self, segment: Segment, linked: Linked | None, state: State, out: State,
+        self, position: int, segment: Segment, linked: Linked | None, state: State, out: State,
         given: Sequence[tuple[int, torch.Tensor]], link: Link, *, may_follow: bool,
     ) -> None:  # fmt: skip
         """A block has returned. ``given``: see `given_to`. ``may_follow``: the next one may be linked to it."""
         chain = [] if linked is None else linked.chain
-        self._last = _Last(segment, take_apart(tuple(chain))[0] if chain else state, out)
+        state_of_chain = take_apart(tuple(chain))[0] if chain else state
+        self._last = _Last(position, segment, state_of_chain, out, state_of_chain.versions if chain else None)
         if may_follow and torch.is_grad_enabled():
             self.trace.begin(*numbered(chain, given, len(state.tensors), link))
         else:
@@ -73,7 +78,7 @@ class ObservedWork:
         the work are let go of, which a recompute makes again."""
         trace, last = self.trace, self._last
         self.why = OTHERWISE if trace.unfit is None else trace.unfit
-        if self._parts or last is None or trace.work is None or not tensors or not torch.is_grad_enabled():
+        if last is None or trace.work is None or not tensors or not torch.is_grad_enabled():
             return None
         wanting = [t for t in tensors if t.requires_grad]
         if not wanting or all(link.entry(t) is not None for t in wanting):
@@ -83,6 +88,7 @@ class ObservedWork:
             return None
         if not all(trace.number(t) is not None or trace.is_known(t) for t in found):
             return None
+        self._look(last)
         self._last, saved = None, trace.stand_in()
         cut = _smallest(trace.work, numbers_of(list(map(trace.source, found))), trace.sizes)
         chain = [trace.alive(number) for number in cut]
@@ -100,8 +106,13 @@ class ObservedWork:
         """The section between two blocks ends: what the last block made is the state of the next one."""
         last, self._last = self._last, None
         if last is not None and last.segment.travellers is not None:
+            self._look(last)
             last.segment.travellers.follow(last.state, last.out)
             self.trace.leave()
+
+    def _look(self, last: _Last) -> None:
+        if last.versions is not None and last.state.versions != last.versions:
+            self.written.add(last.position)
 
 
 def _smallest(work: Work, wanted: Sequence[int], sizes: dict[int, Size]) -> tuple[int, ...]:

@@ -23,7 +23,10 @@ from tapestream.runner.modes import Surroundings, dispatching, saving_entered
 from tapestream.runner.state import storages, tensors_in
 
 _WRITES = "writes into a tensor"
-_ELSEWHERE = "runs in a mode or transform, with hooks on saved tensors, or on a tensor of another class"
+_ELSEWHERE = (
+    "runs in a mode or transform, with hooks on saved tensors, on a tensor of another class, or draws from a generator "
+    "of its own"
+)
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -150,7 +153,7 @@ class Tracing(BetweenBlocks):
     def alive(self, number: int) -> torch.Tensor:
         """The tensor that a value is, where it is still there; else one without bytes."""
         found = next((one.tensor() for one in self._named.values() if one.number == number), None)
-        return torch.empty(0) if found is None else found
+        return torch.empty(0, device="cpu") if found is None else found
 
     def source(self, tensor: torch.Tensor) -> Source:
         """What ``tensor`` is for a recompute."""
@@ -190,7 +193,7 @@ class Tracing(BetweenBlocks):
         known = all(self.is_known(t) for t in given if t.requires_grad)
         if known and self.work is not None and any(self.number(t) is not None for t in given):
             writes = written(func, args, kwargs)
-            if not writes and self._is_fit(given):
+            if not writes and self._is_fit(given) and not any(map(_draws_apart, (*args, *kwargs.values()))):
                 return self._traced(self.work, func, args, kwargs, given)
             self.unfit = f"{getattr(func, '__name__', func)} {_WRITES if writes else _ELSEWHERE}"
             self._forget(writes)
@@ -294,6 +297,10 @@ class Tracing(BetweenBlocks):
             if tensor.requires_grad:
                 key = id(tensor)
                 self._seen[key] = weakref.ref(tensor, partial(_forget, self._seen, key))
+
+
+def _draws_apart(argument: Any) -> bool:
+    return isinstance(argument, torch.Generator)
 
 
 def _forget(seen: dict[int, weakref.ref[torch.Tensor]], key: int, gone: weakref.ref[torch.Tensor]) -> None:

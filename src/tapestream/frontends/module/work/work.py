@@ -177,4 +177,6 @@ class Works:
 
     def forget(self, k: int) -> None:
         """The backward of stage ``k`` begins: no stage from there on runs again."""
-        self.after.pop(k, None)
+        work = self.after.pop(k, None)
+        if work is not None:
+            work.saved.clear()
