@@ -74,7 +74,7 @@ class Hourglass(Chained):
 
 
 class TwoChains(nn.Module):
-    """An encoder and a decoder; the decoder starts from a sum."""
+    """An encoder and a decoder; the decoder starts from a sum that is made in place, which parts chains."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class TwoChains(nn.Module):
         y = x
         for block in self.encoder:
             y = block(y)
-        y = self.between(y) + x
+        y = self.between(y).add_(x)
         for block in self.decoder:
             y = block(y)
         return y
