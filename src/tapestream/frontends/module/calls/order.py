@@ -1,13 +1,36 @@
 """`BlockOrder`: where in the plan of its call each block stands."""
 
+from collections.abc import Sequence
+from typing import Protocol
+
 from tapestream.frontends.module.calls.again import UnplannedBlock
-from tapestream.frontends.module.plans.prepare import Prepared
+from tapestream.runner.stage import Traits
+
+
+class PlannedChain(Protocol):
+    """``positions`` and ``traits`` of its blocks, by stage."""
+
+    @property
+    def positions(self) -> Sequence[int]: ...
+    @property
+    def traits(self) -> Sequence[Traits]: ...
+
+
+class PlannedCall(Protocol):
+    """A `Prepared`: its chains, and (chain, stage) of every block in the order of their calls."""
+
+    @property
+    def segments(self) -> Sequence[PlannedChain]: ...
+    @property
+    def order(self) -> Sequence[tuple[int, int]]: ...
+    @property
+    def writes_outside(self) -> bool: ...
 
 
 class BlockOrder:
     """Of one call. ``done``: how many blocks it has called, or left out, so far."""
 
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, prepared: PlannedCall) -> None:
         self._prepared, self.done = prepared, 0
 
     def place_of(self, position: int) -> tuple[int, int]:

@@ -27,6 +27,7 @@ _ELSEWHERE = (
     "runs in a mode or transform, with hooks on saved tensors, on a tensor of another class, or draws from a generator "
     "of its own"
 )
+_REPLACE = ("__set__", "__delete__", "detach_", "requires_grad_")  # what a tensor is
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -186,7 +187,7 @@ class Tracing(BetweenBlocks):
         if torch.compiler.is_compiling() or self.asleep:
             return func(*args, **kwargs)
         if is_about_itself(func):
-            if getattr(func, "__name__", "") != "__get__":  # other bytes by ``.data = ..``, of which no version tells
+            if getattr(func, "__name__", "") in _REPLACE:  # other bytes by ``.data = ..``, of which no version tells
                 self._forget(args[:1])
             return func(*args, **kwargs)
         given = tensors_in([args, kwargs])
