@@ -10,12 +10,18 @@ import torch
 import torch.nn.functional as F
 from place import DEVICE
 from streamable import WIDTH, Chained, Model, dense, numbers
-from streaming import ENGINES, LEVELS, assert_exact, budget_at, loss_at, options_of, streamed
+from streaming import ENGINES, LEVELS, assert_exact, budget_at, loss_at, streamed
+from streaming import options_of as usual_options
 from torch import Tensor, nn
 
 import tapestream as ts
 
 DEEP = 6
+
+
+def options_of(*given: Any) -> dict[str, Any]:
+    """Arguments of `stream`."""
+    return usual_options(*given) | {"between": "recompute"}
 
 
 class Working(Chained):

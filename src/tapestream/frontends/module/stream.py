@@ -53,6 +53,7 @@ def stream(
     longest: Any = None,
     tables: BlockNames | None = None,
     peers: Peers | Literal["auto"] | None = None,
+    between: Literal["keep", "recompute"] = "keep",
     **knobs: Any,
 ) -> nn.Module:
     """Make ``model`` train within ``budget`` bytes on ``device``, and return the same object. The classes of its
@@ -75,13 +76,18 @@ def stream(
     which few rows are read, frozen or with ``sparse=True``, named as blocks are: they stay in RAM below a GPU, or on
     the disk, and rows are looked up there. ``longest``: the longest batch that will come, as `plan` takes one.
     ``peers``: the ranks that train it together (`Peers`); the first one's weights are all's. "auto": `Peers()` where
-    the default process group has several ranks, None elsewhere.
+    the default process group has several ranks, None elsewhere. ``between``: what the model's own code does between
+    blocks (a residual sum, a norm) ends a chain and keeps what it saves ("keep"), or runs again with the blocks, which
+    are one chain then ("recompute": much smaller budgets for such models; their bytes are estimated, so a step may
+    exceed its budget by some percent).
     Plans are made at the first call, that for ``longest`` before. Raises InputError, StorageError or BudgetError for
     what cannot be used, where home cannot hold the blocks, and at a call that no plan fits, which changes nothing.
     """
     _check_model(model)
     check_knobs("stream", stream, planner, knobs)
     check_kinds(engine, machine, plan, verify=verify)
+    if between not in ("keep", "recompute"):
+        raise InputError(f"between={between!r} was asked for; it is 'keep' or 'recompute'")
     where, found, peers = _checked_device(device), _checked_blocks(model, blocks), _checked_peers(peers)
     linear = _head(model, head, loss_chunks, found)
     tiers = tiers_for(home, folder=folder, device=where, engine=engine)
@@ -90,7 +96,7 @@ def stream(
     handle = Streamed(
         model, found, wide, device=where, budget=Budget.of(budget), home=tiers, folder=folder, planner=planner,
         knobs=knobs, plan=plan, verify=verify, machine=machine, engine=engine, weights=weights, progress=progress,
-        longest=Longest(longest), tables=looked_up, peers=peers)  # fmt: skip
+        longest=Longest(longest), tables=looked_up, peers=peers, recomputes_work=between == "recompute")  # fmt: skip
     _swap(handle, linear, loss_chunks)
     return model
 

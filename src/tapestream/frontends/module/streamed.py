@@ -90,6 +90,7 @@ class Streamed:
         longest: Longest,
         tables: Sequence[nn.Embedding] = (),
         peers: Peers | None = None,
+        recomputes_work: bool = False,
     ) -> None:
         self.model, self.blocks, self.device = model, [*blocks, *wide], device
         self.wide = len(blocks)  # the position of the first of those that are not repeated
@@ -98,7 +99,7 @@ class Streamed:
         self.budget = found_budget(budget, device, workspaces_nbytes(device), agreement)
         self.planner, self.knobs, self.given, self.verify = planner, knobs, plan, verify
         self.progress = progress or (lambda what, done, total: None)
-        self.longest = longest
+        self.longest, self.recomputes_work = longest, recomputes_work  # between blocks
         self._machine, self.timed = machine, machine is None  # ``timed``: speeds are measured here
         self.homes = Homes(
             model, blocks, wide, device=device, budget=self.budget, home=home, folder=folder, engine=engine,
@@ -117,11 +118,10 @@ class Streamed:
         self.timings: Timings | None = None  # of earlier calls, if seconds are to be theirs
         self.call: StreamCall | None = None  # the one whose forward is under way
         self.joint: JointCall | None = None  # of all micro-batches, while its forwards are under way
-        self.accumulation = Accumulation()
         self._forward_only = ForwardOnly(self)
         self.last: Prepared | None = None
         self.passed: set[int] = set()  # positions of blocks that pass tensors with gradients on in objects
-        self._bypass = False
+        self._bypass, self.accumulation = False, Accumulation()
         self.entered: nn.Module | None = None  # while a call is under way: what the user has called
         self._allocator = AllocatorWatch(self)
         self.exceeded = self._allocator.exceeded

@@ -53,14 +53,15 @@ def observe_call(
     """One observed call, in which no parameter is used that a block might have sent home."""
     handle.begin_measuring()
     # What is saved between blocks does not move with the saved tensors of these.
-    parted, written = handle.accumulation.parts or handle.planner not in ("auto", *NEVER_MOVE), set[int]()
+    links = handle.recomputes_work and not handle.accumulation.parts and handle.planner in ("auto", *NEVER_MOVE)
+    written = set[int]()
     while True:
         handle.store.settle()
         handle.pinned.bring()
         handle.observation = Observation(
             handle.model, handle.store, handle.blocks, handle.device, handle.progress,
             called=handle.called, passed=handle.passed, wide=handle.wide, verify=handle.verify,
-            parts=range(len(handle.blocks)) if parted else written,
+            parts=written if links else range(len(handle.blocks)),
         )  # fmt: skip
         try:
             with checkpointing_off(), handle.homes.tables.observed():

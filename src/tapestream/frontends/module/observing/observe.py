@@ -116,7 +116,7 @@ class Observation:
                     self._alive.clear()
             written = bool(snapshot.changed())
             for segment in self.segments:
-                segment.reused = bool(self._reused.met) and not any(map(is_compiled, outside))
+                segment.reused = self._reused.any and not any(map(is_compiled, outside))
         finally:
             snapshot.put_back()
             self._profiled.put_back()

@@ -16,10 +16,12 @@ Edge: TypeAlias = tuple[Node, int]
 class Reused:
     """Tells of an observed call, by its graph, which tensors something else uses than the blocks that were given them.
 
-    That graph ends at each block. ``met``: by edge, the blocks (how many had been called) between which it is held.
+    That graph ends at each block. ``met``: by edge, the blocks (how many had been called) between which it is held, but
+    for what is held within a chain. ``any``: whether there was one.
     """
 
     def __init__(self) -> None:
+        self.any = False
         self.met: dict[Edge, tuple[int, int, int]] = {}
         self._noted: dict[Edge, tuple[int, int]] = {}
         self._seen: set[Node] = set()
@@ -69,6 +71,7 @@ class Reused:
         if edge in self._noted:
             first, nbytes = self._noted[edge]
             self.met[edge] = first, self._blocks, nbytes
+            self.any = True
 
 
 def _edge_of(tensor: torch.Tensor) -> Edge:
