@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from low_bits import KeepsCodes
 from streaming import options_of
 from torch import nn
 
@@ -254,6 +255,7 @@ REFUSED = {
     CountsEachTensor: "looks across tensors",
     Draws: "draws random numbers",
     Grows: "changes its shape",
+    KeepsCodes: "keeps a state 'mean' that is a Codes",
     WantsAClosure: "a closure is needed",
 }
 OF_TORCH = {
@@ -349,7 +351,7 @@ def test_all_of_torch_are_exact_or_refused(name: str, update: str, tmp_path: Pat
 
 @pytest.mark.on_cpu("homes are its own")
 @pytest.mark.parametrize("make", REFUSED)
-def test_others_are_refused_and_the_advice_works(make: type[Kind], tmp_path: Path) -> None:
+def test_others_are_refused_and_the_advice_works(make: type[torch.optim.Optimizer], tmp_path: Path) -> None:
     with streamed("disk", tmp_path) as ours, pytest.raises(InputError, match=REFUSED[make]) as found:
         ts.optimizer(ours, make)
     if make is WantsAClosure:

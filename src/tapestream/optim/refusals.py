@@ -74,6 +74,19 @@ def batches(name: str, *, alone: bool) -> str:
     )
 
 
+def no_single_tensor(name: str, found: str) -> str:
+    """Its step could not be run on one tensor without numbers."""
+    return f"{name} could not be tried on a single tensor ({found}). Instead: {_by_yourself(name)}"
+
+
+def subclass(name: str, key: str, kind: str) -> str:
+    """Bytes of a state do not make it: low-bit state has codes and scales inside, and looks as if it were fp32."""
+    return (
+        f"{name} keeps a state {key!r} that is a {kind}; the state of a streamed model's optimizer moves as plain "
+        f"tensors, and would be others afterwards. Instead: {_by_yourself(name)}"
+    )
+
+
 def _by_yourself(name: str) -> str:
     return (
         f"make it yourself, {name}(model.parameters(), ...), which steps all tensors at once, its state in memory; or "

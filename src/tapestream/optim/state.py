@@ -11,9 +11,12 @@ from torch.utils._pytree import tree_leaves
 
 from tapestream.accelerator.device import is_accelerator
 from tapestream.errors import InputError
+from tapestream.optim import refusals
 from tapestream.optim.made_bytes import MadeBytes
 
 OptimizerClass = type[torch.optim.Optimizer]
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Types of tensors that are their bytes, shape and dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ def probe(
 
     ``options``: the entries of its parameter group; ``required``: what its constructor was given.
 
-    Raises InputError for an optimizer that cannot take a tensor by itself.
+    Raises InputError for an optimizer that cannot take a tensor by itself, and for one whose state is more than bytes.
     """
     fused = bool(options.get("fused"))
     plain = {**options, "fused": False, "foreach": False}  # the fast forms refuse tensors without bytes
@@ -67,11 +70,12 @@ def probe(
                 raise
             state, later, *held = _stepped(cls, options, required, torch.zeros(shape, dtype=dtype, device="cpu"))
     except Exception as error:
-        raise InputError(
-            f"{cls.__name__} could not be tried on a single tensor ({type(error).__name__}: {error}); tapestream "
-            "streams optimizers that treat tensors independently, such as AdamW, SGD or Adagrad"
-        ) from error
+        said = str(error).partition("\n")[0]
+        raise InputError(refusals.no_single_tensor(cls.__name__, f"{type(error).__name__}: {said}")) from error
     found = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    for name, value in (*found.items(), *((name, later[name]) for name in found if name in later)):
+        if isinstance(value, torch.Tensor) and type(value) not in _PLAIN:
+            raise InputError(refusals.subclass(cls.__name__, name, type(value).__name__))
     changed = [n for n, value in found.items() if getattr(later.get(n, value), "shape", None) != value.shape]
     if changed:
         raise InputError(

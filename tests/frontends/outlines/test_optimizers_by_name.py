@@ -72,6 +72,10 @@ def test_what_those_of_another_package_keep(name: str) -> None:
     assert_keeps(f"pytorch_optimizer.{name}")
 
 
+def test_one_whose_state_is_more_than_bytes_is_refused_as_it_is_when_made() -> None:
+    assert "keeps a state 'mean' that is a Codes" in (refused("low_bits.KeepsCodes") or "")
+
+
 def test_one_that_needs_more_than_parameters_is_refused_by_name() -> None:
     pytest.importorskip("pytorch_optimizer")
     with pytest.raises(InputError, match="cannot be made of parameters alone"):

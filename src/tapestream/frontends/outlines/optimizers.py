@@ -26,6 +26,8 @@ _STATE_TENSORS = {
 }  # fmt: skip
 _USUAL = "adamw"
 _DEFAULTS: tuple[dict[str, Any], ...] = ({}, {"lr": 1e-3})
+_MATRIX = torch.Size((64, 64))
+"""Low-bit optimizers do not treat less than 4096 elements in their way."""
 _SMALL = (37, 41, 43, 47, 53)
 """Sizes of dimensions that tell them apart in the state of a small tensor."""
 
@@ -92,6 +94,7 @@ def refused(name: str) -> str | None:
                 plain = {key: value for key, value in options.items() if key != "params"}
                 group = small_group(plain, [(shape, torch.float32) for shape in shapes])
                 way_of(cls, required, [group], torch.device("cpu"))
+                probe(cls, plain, required, _MATRIX, torch.float32)
             except InputError as error:
                 said = said or str(error).partition("; tapestream streams")[0]
             except Exception as error:
