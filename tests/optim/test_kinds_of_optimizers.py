@@ -188,6 +188,18 @@ class PutsAnotherTensorThere(Kind):
             p.data = p.data - group["lr"] * p.grad
 
 
+def descend(p: torch.Tensor, gradient: torch.Tensor, lr: float) -> None:
+    p.sub_(torch.tanh(gradient), alpha=lr)
+
+
+class Compiles(Kind):
+    """With what must be compiled, as those of torchao do."""
+
+    def update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+        rule = torch.compile(descend, fullgraph=True, backend="eager")
+        rule(p.detach(), p.grad, group["lr"])
+
+
 class WritesIntoGradients(Kind):
     def update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
         p.sub_(p.grad.add_(p, alpha=0.1), alpha=group["lr"])  # type: ignore[union-attr]
@@ -223,6 +235,12 @@ class Draws(Kind):
         p.sub_(p.grad + torch.randn_like(p), alpha=group["lr"])
 
 
+class CompilesAndDraws(Compiles):
+    def update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+        super().update(p, group)
+        p.sub_(torch.randn_like(p), alpha=group["lr"])
+
+
 class Grows(Kind):
     def update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
         self.state[p]["all"] = torch.cat([self.state[p].get("all", p.new_zeros(0)), p.grad.flatten()])
@@ -247,6 +265,7 @@ EXACT = [
     AllAtOnce,
     NormsAtOnce,
     PutsAnotherTensorThere,
+    Compiles,
     WritesIntoGradients,
 ]
 REFUSED = {
@@ -254,6 +273,7 @@ REFUSED = {
     MeanOfValues: "looks across tensors",
     CountsEachTensor: "looks across tensors",
     Draws: "draws random numbers",
+    CompilesAndDraws: "draws random numbers",
     Grows: "changes its shape",
     KeepsCodes: "keeps a state 'mean' that is a Codes",
     WantsAClosure: "a closure is needed",

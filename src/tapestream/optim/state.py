@@ -43,6 +43,12 @@ class StateShape:
         return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.beside)
 
 
+def uncompiled() -> contextlib.AbstractContextManager[None]:
+    """Inside, what an optimizer compiles runs as it is written. What is tried under a mode cannot be compiled, and
+    Dynamo would not try that code again in this process, of the user's own optimizer either."""
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return,no-untyped-call,unused-ignore]
+
+
 def probe(
     cls: OptimizerClass,
     options: Mapping[str, Any],
@@ -102,11 +108,11 @@ def _stepped(
     parameter = torch.nn.Parameter(tensor)
     parameter.grad = torch.zeros_like(parameter)
     optimizer = cls([{**options, "params": [parameter]}], **required)
-    with MadeBytes() as first:
+    with uncompiled(), MadeBytes() as first:
         optimizer.step()
     state = dict(optimizer.state.get(parameter, {}))
     later = MadeBytes()
-    with contextlib.suppress(Exception), later:  # some cannot go on from zeros
+    with contextlib.suppress(Exception), uncompiled(), later:  # some cannot go on from zeros
         optimizer.step()
     return state, dict(optimizer.state.get(parameter, {})), first.peak_nbytes, later.peak_nbytes
 

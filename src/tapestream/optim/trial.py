@@ -15,7 +15,7 @@ from tapestream.optim.across import Across
 from tapestream.optim.common import Common, Place, Way, copied, same
 from tapestream.optim.inner import Inner
 from tapestream.optim.small_groups import SmallGroup, various_of
-from tapestream.optim.state import OptimizerClass
+from tapestream.optim.state import OptimizerClass, uncompiled
 
 _CAPS = ((6, 5, 3, 3, 2), (128, 64, 8, 3, 2))  # of dimensions: some optimizers do not take very small tensors
 _SCALES = (1.0, 1e4, 1e-3, 30.0)  # of gradients, by step: limits of norms show
@@ -49,7 +49,11 @@ def way_of(cls: OptimizerClass, required: Mapping[str, Any], groups: Sequence[Sm
     if not various:
         return Way()
     devices = [device] if is_accelerator(device) else []
-    with torch.random.fork_rng(devices=devices, device_type=device.type), warnings.catch_warnings():
+    with (
+        torch.random.fork_rng(devices=devices, device_type=device.type),
+        warnings.catch_warnings(),
+        uncompiled(),
+    ):
         warnings.simplefilter("ignore")
         case, known, (trace, plain_way, draws, written, mixes) = _tried_plainly(cls, required, various, device)
         if mixes:
