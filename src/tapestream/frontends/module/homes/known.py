@@ -25,6 +25,7 @@ class Known:
             raise InputError(
                 f"{strange or 'a parameter was removed'} after stream(), so it would not be streamed or trained; copy "
                 "the values into the original parameter (load_state_dict without assign=True), or unstream, replace "
-                "and stream again; torch.func.functional_call around it needs a plain model"
+                "and stream again (a model that a trainer changes, such as with peft_config=, once the trainer is "
+                "made); torch.func.functional_call around it needs a plain model"
             )
         self._identities = identities
