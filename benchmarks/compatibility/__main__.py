@@ -1,8 +1,8 @@
 """``python -m benchmarks.compatibility [KIND ...]``: runs every case in a child of its own, and writes what was found.
 
-Kinds: transformers, timm, peft, science, libraries, and packages of optimizers: torch.optim, pytorch_optimizer,
-timm.optim, bitsandbytes.optim, torchao.optim. Packages that are not installed are left as they are in
-benchmarks/results/compatibility; of "science" and "libraries", they have no rows.
+Kinds: transformers, timm, peft, science, libraries, trainers, and packages of optimizers: torch.optim,
+pytorch_optimizer, timm.optim, bitsandbytes.optim, torchao.optim. Packages that are not installed are left as they are
+in benchmarks/results/compatibility; of "science", "libraries" and "trainers", they have no rows.
 """
 
 import argparse
@@ -21,19 +21,22 @@ from multiprocessing.connection import Connection
 import torch
 
 from benchmarks.common import RESULTS, Row, commit, machine_name
-from benchmarks.compatibility import families, libraries, methods, science
+from benchmarks.compatibility import families, libraries, methods, science, trainers
 from benchmarks.compatibility.called import CallCase, tried_call
-from benchmarks.compatibility.trial import Case, tried
+from benchmarks.compatibility.trial import Subject, tried
 
-KINDS: dict[str, Callable[[], Iterator[Case] | Iterator[CallCase] | Iterator[Case | CallCase]]] = {
+KINDS: dict[str, Callable[[], Iterator[Subject | CallCase]]] = {
     "transformers": families.cases,
     "peft": methods.peft_methods,
     **{package: partial(methods.optimizers_of, package) for package in methods.OF_OPTIMIZERS},
     "timm": methods.timm_models,
     "science": science.cases,
     "libraries": libraries.cases,
+    "trainers": trainers.cases,
 }
-_PACKAGES: dict[str, tuple[str, ...]] = {"science": science.PACKAGES, "libraries": libraries.PACKAGES}
+_PACKAGES: dict[str, tuple[str, ...]] = {
+    "science": science.PACKAGES, "libraries": libraries.PACKAGES, "trainers": trainers.PACKAGES,
+}  # fmt: skip
 
 
 def main() -> int:
@@ -58,7 +61,7 @@ def main() -> int:
     return bad
 
 
-def _in_child(case: Case | CallCase, limit: float) -> Row:
+def _in_child(case: Subject | CallCase, limit: float) -> Row:
     """Nothing of one case is left for the next; what ends or hangs is a row."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -75,9 +78,9 @@ def _in_child(case: Case | CallCase, limit: float) -> Row:
     return {"name": case.name, **found}
 
 
-def _send(case: Case | CallCase, sender: Connection) -> None:
+def _send(case: Subject | CallCase, sender: Connection) -> None:
     warnings.simplefilter("ignore")
-    sender.send(tried(case) if isinstance(case, Case) else tried_call(case))
+    sender.send(tried_call(case) if isinstance(case, CallCase) else tried(case))
 
 
 def _write(kind: str, rows: list[Row]) -> None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from benchmarks.compatibility.trial import Case
 
 OF_OPTIMIZERS = ("torch.optim", "pytorch_optimizer", "timm.optim", "bitsandbytes.optim", "torchao.optim")
+_FEW_BITS = ("bitsandbytes.optim", "torchao.optim")
 _TARGETS = ["q_proj", "v_proj"]
 
 
@@ -60,12 +62,13 @@ def _adapted(config: Callable[[], Any]) -> Callable[[], nn.Module]:
         import peft
 
         torch.manual_seed(0)
-        return peft.get_peft_model(_llama(), config()).train()  # type: ignore[no-any-return]
+        return peft.get_peft_model(llama(), config()).train()  # type: ignore[no-any-return]
 
     return make
 
 
-def _llama() -> Any:
+def llama() -> Any:
+    """A small one, with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(LlamaConfig(
@@ -81,7 +84,8 @@ def _loss_of_words(model: nn.Module) -> torch.Tensor:
 
 
 def optimizers_of(package: str) -> Iterator[Case]:
-    """Every class of a package that can be made with its defaults; the network has matrices, a table and vectors."""
+    """Every class of a package that can be made with its defaults; the network has matrices, a table and vectors.
+    Optimizers of few bits treat tensors of 4096 elements and more in their way, so that theirs is wider."""
     if importlib.util.find_spec(package.split(".")[0]) is None:
         return
     module = importlib.import_module(package)
@@ -93,26 +97,24 @@ def optimizers_of(package: str) -> Iterator[Case]:
             options: tuple[tuple[str, Any], ...] = () if name in ("Adafactor", "Rprop") else (("lr", 1e-3),)
             if package == "bitsandbytes.optim" and name.startswith(("LARS", "SGD")):  # which ask for it
                 options = (*options, ("momentum", 0.9))
-            yield Case(name, _matrices if matrices else _network, _loss_of_numbers, kind, options, timed=False)
+            made = partial(_network, bias=not matrices, width=64 if package in _FEW_BITS else 16)
+            yield Case(name, made, _loss_of_numbers, kind, options, timed=False)
 
 
 class _Block(nn.Module):
-    def __init__(self, bias: bool) -> None:
+    def __init__(self, bias: bool, width: int) -> None:
         super().__init__()
-        self.linear, self.norm = nn.Linear(16, 16, bias=bias), nn.LayerNorm(16, elementwise_affine=bias)
+        self.linear, self.norm = nn.Linear(width, width, bias=bias), nn.LayerNorm(width, elementwise_affine=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = x + self.norm(torch.tanh(self.linear(x)))
         return out
 
 
-def _network(bias: bool = True) -> nn.Module:
+def _network(bias: bool, width: int) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(32, 16), *(_Block(bias) for _ in range(4)), nn.Linear(16, 32, bias=bias))
-
-
-def _matrices() -> nn.Module:
-    return _network(bias=False)
+    blocks = (_Block(bias, width) for _ in range(4))
+    return nn.Sequential(nn.Embedding(2 * width, width), *blocks, nn.Linear(width, 2 * width, bias=bias))
 
 
 def _loss_of_numbers(model: nn.Module) -> torch.Tensor:

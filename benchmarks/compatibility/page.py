@@ -8,7 +8,7 @@ from typing import Any
 
 _ORDER = (
     "transformers", "timm", "peft", "torch.optim", "pytorch_optimizer", "timm.optim", "bitsandbytes.optim",
-    "torchao.optim", "science", "libraries",
+    "torchao.optim", "trainers", "science", "libraries",
 )  # fmt: skip
 _HEAD = """# Compatibility
 
@@ -21,6 +21,11 @@ to write instead, before anything was wrong. `python -m benchmarks.compatibility
 Models are tiny (a hidden size of 32, three or four layers) and have random weights: what is tried is the code. A ratio
 of times is that of steps of a few milliseconds, in which Python is most of the work. [Results](results.md) has those of
 usual sizes. `ts.Program` and `ts.Loop` take some of what is refused here: see [limits](limits.md).
+Matrices that optimizers of `bitsandbytes` and `torchao` get have 4,096 elements, from which on these keep fewer bits.
+
+Trainers take eight steps, and train on batches that differ; `Trainer` is that of `transformers`. All that they log is
+compared, too: losses, norms of gradients, learning rates, what evaluation finds. *Resuming*: steps that go on from a
+checkpoint are compared, too.
 
 Spiking neurons, differential equations and libraries for science are called through `ts.Loop` or `ts.Program` instead,
 with all the room there is, then in twice the least budget that the errors name. Gradients and random generators are
@@ -35,6 +40,7 @@ _WHAT = {
     "timm.optim": "Optimizers of `timm`",
     "bitsandbytes.optim": "Optimizers of `bitsandbytes`",
     "torchao.optim": "Optimizers of `torchao`",
+    "trainers": "Trainers",
     "science": "Spiking neurons and differential equations",
     "libraries": "Libraries for science",
 }
