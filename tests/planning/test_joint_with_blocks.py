@@ -9,7 +9,6 @@ from tapestream.costs import BlockCost, Link, Machine, Profile, StageCost
 from tapestream.errors import BudgetError, InputError
 from tapestream.ir import Tier
 from tapestream.planning.auto import make_plan
-from tapestream.planning.fastest import AS_FAST
 
 LINKS = Machine({(Tier.HOST, Tier.DEVICE): Link(40.0), (Tier.DEVICE, Tier.HOST): Link(40.0)})
 
@@ -50,7 +49,5 @@ def test_no_planner_is_faster(seed: int) -> None:
             except (BudgetError, InputError):
                 continue
             compared += 1
-            assert found.fastest_seconds is not None
-            assert found.fastest_seconds <= other.seconds, name  # the one that is chosen may be 3% slower
-            assert found.seconds <= AS_FAST * other.seconds, name
+            assert found.seconds <= other.seconds, name
     assert compared >= 10

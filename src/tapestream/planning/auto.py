@@ -101,8 +101,7 @@ def make_plan(
     updated: all on the device, or in HOST, or "mixed", see `hosted_at`; ``updated_on_device`` those there then
     (None: as plans decide). Among equally fast plans the one of least peak wins, then the simpler.
 
-    Never worse than a planner that it tries is at the same budget (`Plan.fastest_seconds`; with blocks that move, the
-    plan that is taken may be 3% slower). Pure; a bounded number of simulations. Raises
+    Never worse than a planner that it tries is at the same budget. Pure; a bounded number of simulations. Raises
     BudgetError when nothing fits (``least_nbytes`` is a device budget that works), InputError for unknown names and
     knobs.
     """

@@ -18,10 +18,6 @@ from tapestream.passes.streaming import Streaming
 from tapestream.planning.bound import bound_seconds
 from tapestream.planning.overflow import Overflow
 
-_FEW, _TWICE = 16, 32
-"""Of a chain of ``_TWICE`` stages, each amount of room that is tried is twice the one before; of fewer less, but not of
-fewer than ``_FEW``."""
-
 
 @dataclass(frozen=True, slots=True)
 class Terms:
@@ -88,14 +84,6 @@ class Candidate:
             on_disk = terms.on_disk.intersection(self.streaming.sizes)
         moving = self.streaming.overflowed(self.stays, on_disk) if on_disk else self.stays
         return replace(self, on_disk=on_disk, moving=moving)
-
-    def keeping(self, nbytes: int) -> "Candidate":
-        """With what stays between uses as ``nbytes`` of the device allow, and all values where their kinds are at
-        home."""
-        streaming = self.streaming
-        stays = streaming.stays(self.resident)
-        kept = kept_between(streaming.computation, stays, streaming.base, nbytes, across=self.across)
-        return replace(self, stays=kept, moving=kept, on_disk=frozenset())
 
     def timed(self, budget: Budget | None, host_nbytes: int | None) -> tuple[Schedule, float]:
         """The schedule, with copies as early as ``budget`` allows (None: just in time), and its seconds. Raises
@@ -173,11 +161,7 @@ def _rooms(streaming: Streaming, terms: Terms) -> list[_Room]:
     if not peaks:
         return []
     spare = limit - peaks[0]
-    windows = [0, block, 2 * block, spare // 2, spare]
-    left, more = block / 2, 1 + max(len(terms.profile), _FEW) / _TWICE
-    while 0 < left < spare:  # the same whatever the limit is: what a smaller device could do is tried on a larger one
-        windows.append(spare - int(left))
-        left *= more
+    windows = (0, block, 2 * block, spare // 2, spare)
     rooms = []
     if terms.across:  # what stays throughout is chosen together with the rest
         rooms = [_Room(frozenset(), limit - window, across=True) for window in windows]

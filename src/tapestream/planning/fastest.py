@@ -18,12 +18,8 @@ from tapestream.simulate import Simulation, simulate
 AS_FAST = 1.03  # plans within 3% of the fastest count as equally fast
 SHORT = 200  # stages; longer chains get less of a search
 _MOST_ACTIONS = 20_000  # of a schedule of which each is looked at
-_SIMULATIONS = (3, 48)  # at the least and at most, for each planner; of long chains as few as that
-_STAYS = 8_000  # in all candidates that one planner has simulated, about
-_RIVAL = 1.06  # times the fastest's seconds
-_RIVALS, _VARIED = 3, 12  # of a chain of few blocks; simulations of each, about
-_SHARES = (0.95, 0.9)  # of the device, that copies may fill
-_PATIENCE = 4  # one in so many simulations, if they find nothing faster: bounds grow, so that it is ever less likely
+_SIMULATIONS = (24, 3)  # at most, for each planner
+_PATIENCE = 5  # simulations that found nothing faster: bounds grow, so that it is ever less likely
 
 
 class Weighed(Protocol):
@@ -69,15 +65,13 @@ class Timed:
 @dataclass(frozen=True, slots=True)
 class Found:
     """A schedule that fits, judged. ``fastest_seconds``: of the fastest that was found on the way, which may be up to
-    3% faster, with more runs or more traffic. ``candidate``: what it was made of; ``rivals``: of each tape the
-    fastest candidate with its seconds, as far as it is hardly slower."""
+    3% faster, with more runs or more traffic. ``candidate``: what it was made of."""
 
     schedule: Schedule
     simulation: Simulation
     resident: frozenset[Value]
     fastest_seconds: float = float("inf")
     candidate: Candidate | None = None
-    rivals: tuple[tuple[float, Candidate], ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -116,7 +110,7 @@ def best_candidate(ordered: Iterator[tuple[float, Candidate | None]], terms: Ter
     take as long at least). None where none can be as fast as ``faster_than``; raises BudgetError where none fits."""
     tried: list[Found | Timed] = []
     fastest, refused = faster_than, None
-    number, most = -1, _SIMULATIONS[0]
+    number, most = -1, _SIMULATIONS[len(terms.profile) > SHORT]
     for bound, candidate in ordered:
         if bound >= fastest * AS_FAST:
             break
@@ -125,10 +119,8 @@ def best_candidate(ordered: Iterator[tuple[float, Candidate | None]], terms: Ter
         if tried and bound >= fastest and not _leaner(candidate, tried, terms):
             continue
         number += 1
-        if len(terms.profile) <= SHORT:
-            most = min(max(most, _STAYS // max(1, len(candidate.moving))), _SIMULATIONS[1])
         best = min(range(len(tried)), key=lambda k: tried[k].seconds, default=0)
-        if tried and (number >= most or len(tried) - best > max(_SIMULATIONS[0], most // _PATIENCE)):
+        if tried and (number >= most or len(tried) - best > _PATIENCE):
             break
         try:  # the first that fits is judged; of the others, the one that is taken
             found = _early_or_just_in_time(candidate, terms, judging=not tried)
@@ -138,7 +130,7 @@ def best_candidate(ordered: Iterator[tuple[float, Candidate | None]], terms: Ter
         tried.append(found)
         fastest = min(fastest, found.seconds)
     if tried:
-        return replace(_finished(_taken(tried, terms), terms), rivals=tuple(_best_of_each_tape(tried)))
+        return _finished(_taken(tried, terms), terms)
     if refused is not None:
         raise BudgetError(refused.message, stage=refused.stage)  # its least bytes are not the device's
     return None
@@ -161,62 +153,23 @@ def _taken(tried: list[Found | Timed], terms: Terms) -> Found:
     return replace(chosen, fastest_seconds=fastest)
 
 
-def _best_of_each_tape(tried: Sequence[Found | Timed]) -> Iterator[tuple[float, Candidate]]:
-    """The fastest first; those that are much slower are left out."""
-    ordered = sorted(tried, key=lambda one: one.seconds)
-    tapes = set[int]()
-    for one in ordered:
-        if one.seconds > _RIVAL * ordered[0].seconds:
-            break
-        if one.candidate is not None and id(one.candidate.streaming) not in tapes:
-            tapes.add(id(one.candidate.streaming))
-            yield one.seconds, one.candidate
-
-
-def refined(found: Found, beside: Sequence[Found], terms: Terms) -> Found:
-    """The best of it and of the same with other choices of what lives on the disk, and with copies as a smaller device
-    has them: rules list copies, and may list them better with less room. The same of rivals ``beside`` it, as many as
-    take little time."""
-    if found.candidate is None or not found.candidate.on_disk or terms.on_disk is not None:
+def refined(found: Found, terms: Terms) -> Found:
+    """The best of it and of the same with other choices of what lives on the disk."""
+    candidate, how = found.candidate, Overflow()
+    if candidate is None or not candidate.on_disk or terms.on_disk is not None:
         return found
-    tried: list[Found | Timed] = [found]
-    rivals = {seconds: candidate for one in beside for seconds, candidate in one.rivals}  # tapes may be alike
-    most = min(_RIVALS, _STAYS // (_VARIED * max(1, len(found.candidate.moving))))
-    near = [rivals[seconds] for seconds in sorted(rivals) if seconds <= _RIVAL * min(rivals)]
-    for candidate in [found.candidate, *[one for one in near if one is not found.candidate][:most]]:
-        tried += _varied(candidate, terms)
-    chosen = _taken(tried, terms)
-    return chosen if chosen.schedule is found.schedule else _finished(chosen, terms)
-
-
-def _varied(candidate: Candidate, terms: Terms) -> list[Timed]:
-    """One thing after the other is changed for as long as that helps."""
-    tried, how, share = list[Timed](), Overflow(), 1.0
-    best, limit = float("inf"), terms.budget.device_nbytes or 0
-
-    def tries(how: Overflow, share: float) -> bool:
-        nonlocal best
-        changed, budget = candidate, terms.budget
-        if share < 1:
-            budget = budget.with_device(int(share * limit))
-            changed = candidate.keeping(int(share * limit))
-        with suppress(BudgetError):
-            tried.append(timed(changed.overflowed(terms, how), terms, budget))
-            if tried[-1].seconds < best:
-                best = tried[-1].seconds
-                return True
-        return False
-
-    tries(how, share)
+    best: Found | Timed = found
+    tried = [best]
     for name, values in CHANGES:
         for value in values:
             other = replace(how, **{name: value})
-            if not tries(other, share):
+            with suppress(BudgetError):
+                tried.append(timed(candidate.overflowed(terms, other), terms, terms.budget))
+            if tried[-1].seconds >= best.seconds:
                 break
-            how = other
-    for smaller in _SHARES if limit else ():
-        tries(how, smaller)
-    return tried
+            how, best = other, tried[-1]
+    chosen = _taken(tried, terms)
+    return chosen if chosen.schedule is found.schedule else _finished(chosen, terms)
 
 
 def _finished(found: Found, terms: Terms) -> Found:

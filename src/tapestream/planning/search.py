@@ -77,7 +77,7 @@ class Search:
     @property
     def blocks_on_disk(self) -> frozenset[int]:
         """Those of which something lives there in the plan that is taken."""
-        candidate = refined(self._leanest, self.found, self.terms).candidate
+        candidate = refined(self._leanest, self.terms).candidate
         return frozenset() if candidate is None else frozenset(value.index for value in candidate.on_disk)
 
     @property
@@ -141,11 +141,10 @@ class Search:
 
     def _refined(self, chosen: Found) -> Found:
         """The best that can be made of it, which takes its place in the list."""
-        found = refined(chosen, self.found, self.terms)
+        found = refined(chosen, self.terms)
         for number, (name, seconds, _) in enumerate(self.alternatives):
-            if found is not chosen and name == found.schedule.planner and seconds is not None:
+            if (name, seconds) == (found.schedule.planner, chosen.seconds):
                 self.alternatives[number] = name, found.seconds, _summary(found, self.terms)
-                break
         return found
 
     def _refusal(self, planner: str, name: str, error: BudgetError) -> BudgetError:

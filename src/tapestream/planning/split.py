@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
-from math import ceil, log
+from math import ceil
 
 from tapestream.costs import Budget, Profile
 from tapestream.errors import BudgetError, InputError
@@ -14,10 +14,9 @@ from tapestream.passes.parameters import stream_parameters
 from tapestream.passes.stays import Occupancy
 from tapestream.passes.streaming import Streaming
 from tapestream.planning.choices import Terms, in_order, largest_block, streaming_of
-from tapestream.planning.fastest import AS_FAST, Found, best_candidate, judged_as, spared
+from tapestream.planning.fastest import AS_FAST, SHORT, Found, best_candidate, judged_as, spared
 
-_STEPS = 110  # of a chain of so many stages each tape budget that is tried is twice the one before, of fewer less
-_FEW = 16  # stages; of fewer not more tape budgets are tried
+_LEVELS = (5, 3)  # tape budgets tried, for short and for long chains
 _LEANER = 1.01  # less than that is not worth more recomputing
 _GATHERING = 2000  # stages; longer chains are planned as if all gradients were there throughout
 
@@ -187,16 +186,15 @@ def _schedules(tapes: Tapes, terms: Terms) -> Iterator[Schedule]:
 
 
 def _levels(least: int, limit: int, terms: Terms) -> list[int]:
-    """Tape budgets from all that could be had down to ``least``: beside everything resident, and steps up from the
-    least, the same whatever the limit is, so that what a smaller device could do is tried on a larger one."""
+    """Tape budgets from all that could be had down to ``least``: beside everything resident, and evenly in between."""
     gradients, others = _sums(terms.profile)
     kept = 0
     if terms.resident is not None:
         kept = sum(n for value, n in block_values(terms.profile) if value in terms.resident)
     highest = max(least, limit - kept - largest_block(terms.profile))
-    step = 1 + min(max(len(terms.profile), _FEW), 3 * _STEPS) / _STEPS  # as many as take about as long
-    levels = {highest, limit - others, limit - others - gradients}
-    levels |= {ceil(least * step**i) for i in range(int(log(highest / least, step)) + 1)}
+    count = _LEVELS[len(terms.profile) > SHORT]
+    ratio = (least / highest) ** (1 / (count - 1))
+    levels = {ceil(highest * ratio**i) for i in range(count)} | {limit - others, limit - others - gradients, least}
     return sorted((nbytes for nbytes in levels if nbytes >= least), reverse=True)
 
 
