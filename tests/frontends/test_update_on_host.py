@@ -667,7 +667,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"where": "host"},
         "parameters of blocks live in DEVICE: where='host' is for",
     ),
-    "no such place": ({}, {"where": "ram"}, "where='ram' was asked for; it is 'auto', 'device' or 'host'"),
+    "no such place": ({}, {"where": "ram"}, "where='ram' was asked for; it is 'auto', 'device', 'host' or 'mixed'"),
 }
 
 

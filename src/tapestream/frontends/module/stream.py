@@ -88,6 +88,8 @@ def stream(
     check_kinds(engine, machine, plan, verify=verify)
     if between not in ("keep", "recompute"):
         raise InputError(f"between={between!r} was asked for; it is 'keep' or 'recompute'")
+    if between == "recompute" and loss_chunks is not None:
+        raise InputError("between='recompute' and loss_chunks= were asked for, which do not go together; leave one out")
     where, found, peers = _checked_device(device), _checked_blocks(model, blocks), _checked_peers(peers)
     linear = _head(model, head, loss_chunks, found)
     tiers = tiers_for(home, folder=folder, device=where, engine=engine)

@@ -61,7 +61,7 @@ def observe_call(
         handle.observation = Observation(
             handle.model, handle.store, handle.blocks, handle.device, handle.progress,
             called=handle.called, passed=handle.passed, wide=handle.wide, verify=handle.verify,
-            parts=written if links else range(len(handle.blocks)),
+            parts=written if links else None,
         )  # fmt: skip
         try:
             with checkpointing_off(), handle.homes.tables.observed():

@@ -69,11 +69,11 @@ class Observation:
         passed: set[int],
         wide: int,
         verify: bool,
-        parts: Container[int],
+        parts: Container[int] | None,
     ) -> None:
         """``called``: the model, or what the user has called of it; ``passed``: positions of blocks known to pass
         tensors on in objects; ``wide``: the position of the first of the blocks that are modules outside of the
-        repeated ones; ``parts``: positions of blocks to which no work links the block before."""
+        repeated ones; ``parts``: positions of blocks to which no work links the block before (None: all)."""
         self.model, self.store, self.blocks, self.device = model, store, blocks, device
         self.progress, self.verify, self._wide = progress, verify, wide
         self._direct = DirectUse(parameters_of(store, range(wide, len(blocks))))
@@ -182,7 +182,8 @@ class Observation:
         self._outside = contextlib.ExitStack()
         if self._wide < len(self.blocks):
             self._outside.enter_context(self._direct)
-        self._outside.enter_context(self._work.trace)
+        if self._work.traces:
+            self._outside.enter_context(self._work.trace)
         self._outside.enter_context(collector_off())
         self._meter = self._outside.enter_context(self._watch.measured())
         self._since_block = stopwatch(self.device)

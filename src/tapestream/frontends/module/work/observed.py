@@ -44,6 +44,7 @@ class Linked:
     saved_nbytes: int
 
 
+KEPT = "it is not called on the result of the block before; between='recompute' may make one chain of what lies between"
 OTHERWISE = "it is not called on what functions that can be run again made of the result of the block before"
 
 
@@ -52,12 +53,13 @@ class ObservedWork:
     can be run again. The work is cut where the state of the chain is smallest; what is before the cut belongs to the
     stage of the block before."""
 
-    def __init__(self, device: torch.device, parts: Container[int] = ()) -> None:
-        """``parts``: positions of blocks that are not linked so. ``written``: of those whose chain's state is written
-        into by work behind them, though they are."""
-        self.trace, self.parts, self.written = Tracing(device), parts, set[int]()
+    def __init__(self, device: torch.device, parts: Container[int] | None) -> None:
+        """``parts``: positions of blocks that are not linked so (None: no block is, and nothing is traced).
+        ``written``: of those whose chain's state is written into by work behind them, though they are."""
+        self.trace, self.traces, self.written = Tracing(device), parts is not None, set[int]()
+        self.parts = () if parts is None else parts
         self._last: _Last | None = None
-        self.why = OTHERWISE  # the block called last is not linked, where it is not
+        self.why = OTHERWISE if self.traces else KEPT  # the block called last is not linked, where it is not
 
     def begin(
         self, position: int, segment: Segment, linked: Linked | None, state: State, out: State,
@@ -67,6 +69,8 @@ class ObservedWork:
         chain = [] if linked is None else linked.chain
         state_of_chain = take_apart(tuple(chain))[0] if chain else state
         self._last = _Last(position, segment, state_of_chain, out, state_of_chain.versions if chain else None)
+        if not self.traces:
+            return
         if may_follow and torch.is_grad_enabled():
             self.trace.begin(*numbered(chain, given, len(state.tensors), link))
         else:
@@ -77,6 +81,8 @@ class ObservedWork:
         """How the block that is called with ``tensors`` goes on through work, None where it does not. Saved tensors of
         the work are let go of, which a recompute makes again."""
         trace, last = self.trace, self._last
+        if not self.traces:
+            return None
         self.why = OTHERWISE if trace.unfit is None else trace.unfit
         if last is None or trace.work is None or not tensors or not torch.is_grad_enabled():
             return None
