@@ -237,11 +237,11 @@ class Borders:
                     saved_storages=max(1, one.copies),
                 )
             )
-        # State 0 and states of generators are there all the time: the first, that which backward is to leave as it was,
-        # and that which the next replay goes on from; and copies of what is never read until that is known for sure.
+        # State 0 and the generators that backward is to leave as they were are there all the time; and copies of what
+        # is never read until that is known for sure.
         initial, unread = int(sizes.alive[0]), sum(self.record.storage_nbytes[s] for s in self.record.unread.storages)
         lasting = int(self.sizes.nbytes[self._lasting].sum())
-        apart = Profile(tuple(stages), initial, outside_nbytes=3 * draws + initial + unread + lasting)
+        apart = Profile(tuple(stages), initial, outside_nbytes=2 * draws + initial + unread + lasting)
         if self._moving or self.record.arrays.met:  # of arrays, restart checkpoints hold copies
             return apart
         return sharing(apart, shared_by(sizes, cuts), bytes_of)
