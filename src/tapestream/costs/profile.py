@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, replace
 from typing import overload
 
 from tapestream.costs.checks import duration, whole
-from tapestream.costs.shared import Sharing
 from tapestream.costs.stage import BlockCost, Carried, StageCost
 from tapestream.errors import InputError
 from tapestream.ir.actions import Kind, Tier, Value
@@ -41,11 +40,10 @@ class Profile:
     """A chain as planners see it.
 
     ``initial_nbytes``: bytes of state 0 (0 if the caller owns it). ``blocks``: parameter blocks; ``stages[k].block`` is
-    an index into it. ``carried``: storages that several states share. ``shared``: of a chain of which nothing moves,
-    storages that states and saved tensors share. ``outside_nbytes``: device bytes held all the time outside the chain
-    (parameters, gradients beside the blocks). ``turn_nbytes``, ``turn_seconds``: additional bytes at the peak, and
-    seconds, of what runs between the last forward and the first backward (head, loss). ``ends``: if several chains meet
-    in that turn (see `join`), the last state of each chain but the last. ``shards``: among so
+    an index into it. ``carried``: storages that several states share. ``outside_nbytes``: device bytes held all the
+    time outside the chain (parameters, gradients beside the blocks). ``turn_nbytes``, ``turn_seconds``: additional
+    bytes at the peak, and seconds, of what runs between the last forward and the first backward (head, loss). ``ends``:
+    if several chains meet in that turn (see `join`), the last state of each chain but the last. ``shards``: among so
     many ranks the bytes of parameter blocks are divided: each has a shard of them at home, and whole copies on its
     device while stages run.
     """
@@ -59,7 +57,6 @@ class Profile:
     turn_seconds: float = 0.0
     ends: tuple[int, ...] = ()
     shards: int = 1
-    shared: Sharing | None = None
     _holding: tuple[int, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -74,8 +71,6 @@ class Profile:
         object.__setattr__(self, "ends", tuple(self.ends))  # from a file it is a list
         if any(stop - start < 1 for start, stop in self.spans):
             raise InputError(f"Profile: ends={self.ends} leave a branch without any stage, of {len(self)} stages")
-        if self.shared is not None and (self.blocks or self.ends or len(self.shared.apart) != len(self)):
-            raise InputError("Profile: shared= is for chains without parameter blocks, all of whose stages it counts")
         distinct = (self.stages.cost,) if isinstance(self.stages, UniformStages) else self.stages
         for cost in distinct:
             if not isinstance(cost, StageCost):
@@ -111,7 +106,7 @@ class Profile:
         stages: list[StageCost] = []
         ends: list[int] = []
         carried: list[Carried] = []
-        for number, branch in enumerate(branch.apart for branch in branches):
+        for number, branch in enumerate(branches):
             if branch.blocks or branch.ends or branch.turn_nbytes or branch.turn_seconds:
                 raise InputError(
                     f"Profile.join: branch {number} must be a chain without parameter blocks (without_blocks()) and "
@@ -123,7 +118,7 @@ class Profile:
             carried += (Carried(c.first + len(stages), c.last + len(stages), c.nbytes) for c in branch.carried)
             stages += branch.stages
         return cls(
-            branches[0].apart.stages if not ends else tuple(stages),
+            branches[0].stages if not ends else tuple(stages),
             branches[0].initial_nbytes,
             carried=tuple(carried),
             outside_nbytes=sum(branch.outside_nbytes for branch in branches),
@@ -202,12 +197,6 @@ class Profile:
         """Bytes of the copy of a parameter block's value in ``tier``: all of them on the device, a shard elsewhere.
         Optimizer state is that of this rank's shard wherever it is."""
         return sharded(self.blocks[value.index].nbytes_of(value.kind, value.part), value.kind, tier, self.shards)
-
-    @property
-    def apart(self) -> "Profile":
-        """The same for planners that add up bytes value by value: each counts by itself what it shares. Itself where
-        nothing is shared."""
-        return self if self.shared is None else replace(self, stages=self.shared.apart, shared=None)
 
     def without_blocks(self) -> "Profile":
         """The same chain, with parameters that cost nothing: what planners that only recompute look at."""

@@ -164,7 +164,7 @@ def _hosting(terms: Terms, planners_tried: Mapping[str, dict[str, object]]) -> S
 def _searched(terms: Terms, planners_tried: Mapping[str, dict[str, object]]) -> Search:
     profile, knobs_of = terms.profile, planners_tried
     search = Search(terms, partial(_offered, terms, knobs_of))
-    plain = profile.without_blocks() if profile.blocks else profile.apart
+    plain = profile.without_blocks() if profile.blocks else profile
     staying = profile.with_gradients_staying() if gradients_may_stay(terms) else None
     for name, knobs in knobs_of.items():
         for own in _variants(name, knobs, streamed=bool(profile.blocks)):

@@ -9,17 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tapestream.costs import (
-    BlockCost,
-    Carried,
-    Link,
-    Machine,
-    Profile,
-    SharedStorage,
-    Sharing,
-    StageCost,
-    UniformStages,
-)
+from tapestream.costs import BlockCost, Carried, Link, Machine, Profile, StageCost, UniformStages
 from tapestream.costs.checks import duration
 from tapestream.errors import InputError, StorageError, TapestreamError
 from tapestream.ir import Schedule, Tier
@@ -100,7 +90,6 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
         "count": len(stages) if uniform else None,
         "blocks": [asdict(block) for block in profile.blocks],
         "carried": [asdict(storage) for storage in profile.carried],
-        "shared": None if profile.shared is None else asdict(profile.shared),
         "ends": profile.ends,
         **{name: getattr(profile, name) for name in _PROFILE_NUMBERS},
     }
@@ -116,17 +105,9 @@ def profile_from_json(found: Mapping[str, Any]) -> Profile:
         costs if found["count"] is None else UniformStages(costs[0], found["count"]),
         blocks=tuple(BlockCost(**block) for block in found["blocks"]),
         carried=tuple(Carried(**storage) for storage in found["carried"]),
-        shared=_sharing_from_json(found.get("shared")),
         ends=found.get("ends", ()),
         **{name: found[name] for name in _PROFILE_NUMBERS if name in found},
     )
-
-
-def _sharing_from_json(found: Any) -> Sharing | None:
-    if found is None:
-        return None
-    storages = tuple(SharedStorage(**one) for one in found["storages"])
-    return Sharing(storages, tuple(StageCost(**one) for one in found["apart"]))
 
 
 def alternatives_from_json(found: Any) -> tuple[tuple[str, float | None, str], ...]:

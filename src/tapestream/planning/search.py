@@ -10,9 +10,8 @@ from tapestream.errors import Allowance, BudgetError, InputError
 from tapestream.ir import Kind, Tier
 from tapestream.passes.memory import block_values
 from tapestream.planners import least_seconds
-from tapestream.planning.apart import best_apart
 from tapestream.planning.choices import Terms
-from tapestream.planning.fastest import Found, leanest, refined
+from tapestream.planning.fastest import Found, judged_as, leanest, refined, spared
 from tapestream.planning.mixing import best_mix
 from tapestream.planning.plan import Alternative, Plan
 from tapestream.planning.split import Tapes, best_resident, best_split
@@ -34,7 +33,7 @@ class Search:
         self.inputs: list[InputError] = []
         self.bound = (
             0.0
-            if terms.profile.blocks or terms.profile.ends or terms.keeps_inside or terms.profile.shared is not None
+            if terms.profile.blocks or terms.profile.ends or terms.keeps_inside
             else least_seconds(terms.profile, terms.budget, terms.machine or Machine())
         )
 
@@ -105,7 +104,8 @@ class Search:
     def _found(self, tapes: Tapes) -> Found | None:
         terms = self.terms
         if not any(True for _ in block_values(terms.profile)):
-            return best_apart(tapes, terms)
+            schedule = tapes.within(terms.budget)
+            return spared(judged_as(schedule, terms), terms)
         if not self._moving:
             return best_resident(tapes, terms)
         return best_split(tapes, terms, min((one.fastest for one in self.found), default=float("inf")))

@@ -67,8 +67,4 @@ class UpTo(Judge):
         states = self.states
         found["states"] += sum(map(states.nbytes_of, states.holds))
         found["states"] += sum(c.nbytes for c, held in zip(states.carried, states.carriers, strict=True) if held)
-        if states.once is not None:  # what states and saved tensors share is among the states
-            among_states = min(states.once.nbytes, found["states"])
-            found["states"] -= among_states
-            found[_NAMES[Kind.SAVED]] -= states.once.nbytes - among_states
         found["outside the blocks"] += self.profile.outside_nbytes

@@ -43,7 +43,7 @@ class Judge:
         self.profile = profile
         self.stages = profile.stages
         self.n = len(profile)
-        self.at_once = not profile.carried and profile.shared is None and not tracing
+        self.at_once = not profile.carried and not tracing
         self.uniform = isinstance(profile.stages, UniformStages)
         self.running: NDArray[numpy.int64] | None = None  # of each stage: its input, output and what a forward takes
         self.memory = Memory(profile.outside_nbytes)
@@ -222,7 +222,6 @@ class Judge:
         inside = bool(places.current[Kind.INSIDE].get(k, 0))
         places.drop_all(Kind.INSIDE, k)  # it is among what is saved from here on
         places.make(Kind.SAVED, k)
-        states.recorded(k)
         if cost.reads_input:
             states.hold(k)
         if cost.reads_output:
@@ -256,7 +255,6 @@ class Judge:
         places.make(Kind.COTANGENT, k)
         self.memory.touch(DEVICE, cost.backward_extra_nbytes, k)
         places.drop_all(Kind.SAVED, k)
-        states.forgotten(k)
         places.drop_all(Kind.COTANGENT, k + 1)
         places.forget(k)
         self.due[branch] = k - 1
@@ -309,7 +307,6 @@ class Judge:
         flights = self.places.flights
         if flights and (flight := flights.get(Value(Kind.STATE, k))) and DEVICE in (flight.source, flight.target):
             broken(f"this run makes STATE {k}, which is in flight to {flight.target.name}; put Wait before it")
-        self.states.made(k)
         self.states.hold(k)
 
     def _need_cotangent(self, k: int) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 from tapestream.costs import Profile
 from tapestream.ir import Tier
-from tapestream.simulate.sharing import Once
 
 DEVICE = Tier.DEVICE
 IN_MEMORY = tuple(tier.memory for tier in Tier)  # by tier: whose bytes its copies take
@@ -41,10 +40,9 @@ class Memory:
 
 
 class States:
-    """The device copies of states: each exists while somebody holds it and counts once, as do carried storages and
-    those that states and saved tensors share (``once``; None where there are none)."""
+    """The device copies of states: each exists while somebody holds it and counts once, as do carried storages."""
 
-    __slots__ = ("carried", "carriers", "holds", "initial", "kept", "live", "memory", "once", "stages")
+    __slots__ = ("carried", "carriers", "holds", "initial", "kept", "live", "memory", "stages")
 
     def __init__(self, profile: Profile, memory: Memory) -> None:
         self.stages = profile.stages
@@ -52,7 +50,6 @@ class States:
         self.carried = profile.carried
         self.carriers = [0] * len(profile.carried)
         self.memory = memory
-        self.once = None if profile.shared is None else Once(profile.shared.storages, len(profile))
         self.live: int | None = None
         self.kept: set[int] = set()
         self.holds: dict[int, int] = {}
@@ -70,8 +67,6 @@ class States:
             return
         nbytes = self.memory.nbytes
         nbytes[DEVICE] += self.nbytes_of(k)
-        if self.once is not None:
-            nbytes[DEVICE] -= self.once.hold(k)
         for i, storage in enumerate(self.carried):
             if storage.first <= k <= storage.last:
                 if not self.carriers[i]:
@@ -88,26 +83,9 @@ class States:
         del holds[k]
         nbytes = self.memory.nbytes
         nbytes[DEVICE] -= self.nbytes_of(k)
-        if self.once is not None:
-            nbytes[DEVICE] += self.once.release(k)
         for i, storage in enumerate(self.carried):
             if storage.first <= k <= storage.last:
                 self.carriers[i] -= 1
                 if not self.carriers[i]:
                     nbytes[DEVICE] -= storage.nbytes
         return True
-
-    def made(self, k: int) -> None:
-        """A run makes state ``k``."""
-        if self.once is not None:
-            self.memory.nbytes[DEVICE] -= self.once.made(k)
-
-    def recorded(self, stage: int) -> None:
-        """The saved tensors of ``stage`` have come to the device."""
-        if self.once is not None:
-            self.memory.nbytes[DEVICE] -= self.once.record(stage)
-
-    def forgotten(self, stage: int) -> None:
-        """They are gone from there."""
-        if self.once is not None:
-            self.memory.nbytes[DEVICE] += self.once.forget(stage)

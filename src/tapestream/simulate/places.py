@@ -173,10 +173,6 @@ class Places:
             broken(f"{self.whereabouts(kind, number)}, so it cannot be copied from {source.name}")
         if self.is_current(value, target):
             broken(f"{self.whereabouts(kind, number)}: there is nothing to copy, leave this action out")
-        if self.states.once is not None:
-            broken(
-                f"{name_of(value)} shares storages with other values, and a profile with such says nothing of copies"
-            )
         nbytes = self.nbytes_of(kind, number)
         if self.shards > 1 or Tier.SHARD in (source, target):
             nbytes = shards.start(self, value, source, target, nbytes)
@@ -262,7 +258,6 @@ class Places:
         elif current:
             del self.current[kind][number]
             if kind is Kind.SAVED:
-                self.states.forgotten(number)
                 self.forget(number)
 
     def forget(self, stage: int) -> None:

@@ -1,15 +1,11 @@
 """Where programs are cut into stretches, and what these take."""
 
-import numpy
 import pytest
 import torch
 from torch import nn
 
 from tapestream.frontends.program.cuts import Borders
 from tapestream.frontends.program.program import Program
-from tapestream.ir import Phase, PhaseKind
-from tapestream.planners import planners
-from tapestream.simulate import device_nbytes
 from tapestream.storage.meter import track_memory
 
 WIDTH, ROWS = 64, 256
@@ -106,40 +102,3 @@ def test_what_takes_no_gradient_has_no_backward_in_plans() -> None:
     assert found[0] == 0
     assert found[-1] == pytest.approx(2)
     assert found == sorted(found)  # none, or in the stage in which the gradients begin a part of it
-
-
-def test_what_is_saved_several_times_or_is_in_states_too_is_there_once() -> None:
-    """At the turn, with everything stored, a plan takes what autograd has saved, however finely it is cut."""
-    borders = borders_of(nn.Sequential(*(Residual() for _ in range(4))), torch.randn(ROWS, WIDTH))
-    sizes, n = borders.sizes, len(borders.record)
-    storages, _ = sizes.saves()
-    saved = int(sizes.nbytes[numpy.unique(storages)].sum() + sizes.inner.sum())
-    for most in (2, 5, 100):
-        profile = borders.profile(borders.cuts(most, timed=False))
-        schedule = planners["store_all"](profile, None, None)
-        turn = list(schedule).index(Phase(PhaseKind.BACKWARD))
-        last = profile.state_nbytes(len(profile)) + profile.cotangent_nbytes(len(profile))
-        assert device_nbytes(schedule, profile)[turn] == profile.outside_nbytes + saved + last
-        assert device_nbytes(schedule, profile.apart)[turn] >= profile.outside_nbytes + saved + last
-    assert device_nbytes(schedule, profile.apart)[turn] > 1.1 * saved
-    assert int(sizes.alive[n]) == 0
-
-
-def test_gradients_of_products_become_those_of_leaves_as_they_are() -> None:
-    """Not so under autocast, nor where a sum hands on what it is given."""
-    net, x = nn.Linear(WIDTH, WIDTH), torch.randn(ROWS, WIDTH)
-    own = nn.Parameter(torch.zeros(WIDTH, WIDTH))
-
-    class Summed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.own = own
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(x[:WIDTH] + self.own)
-
-    cotangent = ROWS * WIDTH * 4
-    assert int(borders_of(net, x).sizes.reversing.max()) == cotangent
-    assert int(borders_of(Summed(), x).sizes.reversing[1]) == 2 * LAYER
-    with torch.autocast("cpu", torch.bfloat16):
-        assert int(borders_of(net, x).sizes.reversing.max()) >= LAYER + cotangent // 2

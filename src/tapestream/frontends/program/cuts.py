@@ -11,9 +11,7 @@ import numpy
 from tapestream.costs import Profile, StageCost
 from tapestream.executor.program.record.record import Record
 from tapestream.executor.program.replay.needed import RUN, Asked, Needed
-from tapestream.frontends.program.sharing import shared_by, sharing
-from tapestream.frontends.program.sizes import Numbers, Sizes
-from tapestream.frontends.program.stage_bytes import stages_of
+from tapestream.frontends.program.sizes import Numbers, Sizes, stages_of
 
 FEW, MANY = 32, 256
 """Stretches: as many as planners with tables take in a tenth of a second, and as those without in a hundredth."""
@@ -50,7 +48,7 @@ class Borders:
         self.record, n = record, len(record)
         self.sizes = Sizes(record, results, gradients_within=gradients_within)
         self._needed, self._seconds = Needed(record), self.sizes.seconds()
-        self._counted, self._lasting, self._moving = self.sizes, list[int](), False
+        self._counted, self._lasting = self.sizes, list[int]()
         closed = numpy.zeros(n + 2, dtype=numpy.int64)
         self._close_written(closed)
         self.allowed = numpy.cumsum(closed)[: n + 1] == 0
@@ -92,13 +90,6 @@ class Borders:
         once = copy.copy(self)
         once._lasting, once._counted = lasting, self.sizes.without(lasting)
         return self, once
-
-    @functools.cached_property
-    def moving(self) -> "Borders":
-        """The same for plans that move values: each of them moves with all that it has."""
-        found = copy.copy(self)
-        found._moving = True
-        return found
 
     def tail_allowed(self, first: int, start: int) -> bool:
         """Whether saved tensors from operation ``start`` on may stay of a stretch that runs again from ``first`` on."""
@@ -181,14 +172,6 @@ class Borders:
             found += [Piece(k, frozenset((n,)), frozenset(), self._nbytes((s,))) for n, s in values.items()]
         return found
 
-    def saved_inside(self, piece: Piece, first: int, end: int, held: Container[int]) -> int:
-        """Bytes of a piece, beside the storages ``held``, that a stretch saves and of which the state after it has
-        nothing."""
-        saves = {s for k in range(first, end) for s in self.record.saves_of(k)}
-        stop = self.sizes.stop
-        inside = (s for s in piece.storages if s not in held and (s < 0 or (s in saves and stop[s] < end)))
-        return sum(piece.storages[storage] for storage in inside)
-
     def _made(self, k: int) -> dict[int, int]:
         """What operation ``k`` makes that takes memory and stays as it is: storages by value."""
         record = self.record
@@ -209,15 +192,13 @@ class Borders:
         return one.saved + int(one.reads_input and alive[start]) + int(one.reads_output and alive[end])
 
     def profile(self, cuts: Sequence[int]) -> Profile:
-        """The stretches between ``cuts`` as stages. A storage that several values share counts in each, and the
-        profile says so (see `Profile.shared`), but where values move."""
+        """The stretches between ``cuts`` as stages. What a storage that several borders share costs counts at each."""
         sizes, draws = self._counted, self.record.draws_nbytes
         both = (sizes.seconds(), sizes.reversing_seconds())
         seconds, reversing = (numpy.concatenate(([0.0], numpy.cumsum(one))) for one in both)
         stages = []
-        bytes_of = stages_of(sizes, list(cuts))
-        for (a, b), one in zip(pairwise(cuts), bytes_of, strict=True):
-            states, cotangents = one.alive, [sizes.waiting(k) for k in (a, b)]
+        for (a, b), one in zip(pairwise(cuts), stages_of(sizes, list(cuts)), strict=True):
+            states, cotangents = int(sizes.alive[a] + sizes.alive[b]), [sizes.waiting(k) for k in (a, b)]
             gradients = int(sizes.gradients[a:b].sum())
             stages.append(
                 StageCost(
@@ -241,15 +222,11 @@ class Borders:
         # is never read until that is known for sure.
         initial, unread = int(sizes.alive[0]), sum(self.record.storage_nbytes[s] for s in self.record.unread.storages)
         lasting = int(self.sizes.nbytes[self._lasting].sum())
-        apart = Profile(tuple(stages), initial, outside_nbytes=2 * draws + initial + unread + lasting)
-        if self._moving or self.record.arrays.met:  # of arrays, restart checkpoints hold copies
-            return apart
-        return sharing(apart, shared_by(sizes, cuts), bytes_of)
+        return Profile(tuple(stages), initial, outside_nbytes=2 * draws + initial + unread + lasting)
 
 
 def binomial_slots(profile: Profile, budget: int) -> int:
     """As many restart checkpoints as surely fit beside what runs, however the stages differ; at least 1."""
-    profile = profile.apart
     states = [profile.state_nbytes(k) for k in range(len(profile) + 1)]
     running = max(
         before + after + cost.saved_nbytes

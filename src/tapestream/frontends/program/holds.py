@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
-from tapestream.costs import Budget, Profile, SharedStorage
+from tapestream.costs import Budget, Profile
 from tapestream.errors import BudgetError
 from tapestream.frontends.program.cuts import Borders, Piece
 from tapestream.frontends.program.fit import most_that_fit
@@ -43,14 +43,12 @@ NOTHING = Holding()
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A piece of stretch ``stage``: bytes to keep it, of which the stretch saves ``saved_nbytes`` and hands on none,
-    and seconds that this saves, all beside those before it."""
+    """A piece of stretch ``stage``: bytes to keep it, seconds that this saves, both beside those before it."""
 
     stage: int
     piece: Piece
     nbytes: int
     seconds: float
-    saved_nbytes: int
 
 
 class Holds:
@@ -113,23 +111,18 @@ class Holds:
             if seconds <= 0:
                 return
             again.saved_by(best.values, best.operations, there=True)
-            yield _Held(stage, best, nbytes, seconds, borders.saved_inside(best, a, b, held))
+            yield _Held(stage, best, nbytes, seconds)
             left.remove(best)
             held, taken = held | best.storages.keys(), taken + 1
             ask = [piece for piece in left if abs(piece.made_by - best.made_by) <= _NEAR]
 
 
 def _judged(plan: Plan, held: Sequence[_Held], budget: int) -> Plan | None:
-    profile, nbytes, saved = plan.profile, Counter[int](), Counter[int]()
+    profile, nbytes = plan.profile, Counter[int]()
     for one in held:
         nbytes[one.stage] += one.nbytes
-        saved[one.stage] += one.saved_nbytes
     for stage, more in nbytes.items():
         profile = _with_larger_state(profile, stage, more)
-    if profile.shared is not None:
-        both = (SharedStorage(stage, stage, more, (stage,)) for stage, more in saved.items() if more)
-        storages = (*profile.shared.storages, *both)
-        profile = replace(profile, shared=replace(profile.shared, storages=storages))
     with contextlib.suppress(BudgetError):
         return Plan.judged(plan.schedule, profile, Budget(budget), None, plan.alternatives)
     return None

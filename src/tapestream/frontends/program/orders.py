@@ -137,7 +137,7 @@ def of_gaps(profile: Profile, starts: Sequence[int], taped: int, budget: int, pl
     While the last stages of a gap are run again, the cotangent of its end is there already, which plans for the gap do
     not know. With ``waiting`` they leave room for it, and go on doing so when it has been used.
     """
-    profile, n = profile.apart, len(profile)  # gaps are planned by themselves
+    n = len(profile)
     sweep: list[Node] = [Phase(PhaseKind.FORWARD)]
     back: list[Node] = [Phase(PhaseKind.BACKWARD), *map(Backward, reversed(range(taped, n)))]
     gaps = list(pairwise([*starts, taped])) if taped else []

@@ -28,7 +28,7 @@ def parts(record: Record, birth: Numbers, arguments: Numbers, user: Numbers) -> 
     added in place, and lives until its value was made.
     """
     whole, own = dict[int, int](), dict[int, int]()
-    joining = named(record, _JOINING)
+    joining = _named(record, _JOINING)
     if not joining.any():
         return whole, own
     before, made_at = _uses_before(arguments, user), _made_at(record, birth)
@@ -62,13 +62,13 @@ def _uses_before(arguments: Numbers, user: Numbers) -> Numbers:
 def _made_at(record: Record, birth: Numbers) -> Numbers:
     """By operation, the one whose backward uses up a gradient of its result, handing none of its memory on."""
     found = numpy.arange(len(record))
-    for k in numpy.flatnonzero(named(record, _PASSING)).tolist():
+    for k in numpy.flatnonzero(_named(record, _PASSING)).tolist():
         given = [n for n in record.arguments_of(k) if n >= 0 and record.cotangent_nbytes[n]]
         found[k] = min((int(found[birth[n]]) for n in given), default=k)
     return found
 
 
-def named(record: Record, names: frozenset[str]) -> Numbers:
+def _named(record: Record, names: frozenset[str]) -> Numbers:
     """Which operations call a function of one of these names."""
     known = [getattr(pattern.function, "__name__", "") in names for pattern in record.patterns.all]
     found: Numbers = numpy.array(known, dtype=bool)[numpy.asarray(record.calls)]

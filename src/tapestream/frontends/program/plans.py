@@ -137,8 +137,7 @@ def _at_once(borders: Borders, room: Budget, planner: str, below: Below) -> list
 
 def _ways(borders: Borders, planner: str, below: Below) -> tuple[Borders, ...]:
     """Those in which states are counted for plans by ``planner``."""
-    stays = not below.tiers and (planner == "auto" or planner in NEVER_MOVE)
-    return borders.ways if stays else (borders.moving,)
+    return borders.ways if not below.tiers and (planner == "auto" or planner in NEVER_MOVE) else (borders,)
 
 
 def _turns(found: Found, reversal: Reversal, borders: Borders) -> tuple[dict[int, Turn], dict[int, Reads]]:

@@ -3,21 +3,19 @@
 import copy
 import functools
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy
-import torch
 from numpy.typing import NDArray
 
 from tapestream.executor.program.calls.values import nbytes_of
 from tapestream.executor.program.record.record import ALIVE, Record
-from tapestream.frontends.program.parts import named, parts
+from tapestream.executor.travel.cargo import SMALL_NBYTES
+from tapestream.frontends.program.parts import parts
 
 Numbers = NDArray[Any]
 _LASTING = 0.75  # of the program
-_KEPT = frozenset(("linear", "conv1d", "conv2d", "conv3d", "embedding"))
-"""Functions of which gradients of leaves are new tensors laid out as these, which become ``.grad`` as they are."""
-_PLAIN = (torch.float32, torch.float64)
 _FAR_APART = 6364136223846793005  # of linear congruential generators: products that are equal by chance are rare
 
 
@@ -31,10 +29,9 @@ class Sizes:
     ``running``: while operation k runs, with what it makes: the larger of what replays and the program itself hold.
     ``cotangent``: at border k those of the values alive there. ``reversing``: while operation k is reversed, all
     cotangents that there are. ``gradients``: with ``gradients_within`` those of leaves (parameters) that backward of k
-    is the first to make, and that stay; on their way there they count besides, since autograd may copy them (not those
-    that it keeps as they are), and those that are added twice, since the sum may be new. ``start``, ``stop``: by
-    storage, the borders between which it is alive. ``written``: by storage, the last operation that writes into it, -1
-    for none.
+    is the first to make, and that stay; on their way there they count besides, since autograd may copy them, and those
+    that are added twice, since the sum may be new. ``start``, ``stop``: by storage, the borders between which it is
+    alive. ``written``: by storage, the last operation that writes into it, -1 for none.
     """
 
     def __init__(self, record: Record, results: Iterable[int], *, gradients_within: bool = False) -> None:
@@ -188,16 +185,7 @@ class Sizes:
         first = last[last >= 0]
         if gradients_within:
             numpy.add.at(self.gradients, user[first], given[first])
-            kept = named(self.record, _KEPT) & ~self._casting()
-            plain = numpy.array([e.held.dtype in _PLAIN for e in externals] or [False])
-            given[first[kept[user[first]] & plain[~arguments[first]]]] = 0
         given[numpy.setdiff1d(places, first)] *= 2
-
-    def _casting(self) -> Numbers:
-        """Which operations run under autocast."""
-        casting = [any(to is not None for _, to in ambient.casts) for ambient in self.record.ambients]
-        found: Numbers = numpy.array(casting, dtype=bool)[numpy.asarray(self.record.ambient)]
-        return found
 
     def _without_grad(self) -> int:
         found = [k for k, ambient in enumerate(self.record.ambients) if not ambient.grad]
@@ -289,3 +277,65 @@ def _operations(ends: Sequence[int]) -> Numbers:
     """Of each argument, or what is saved, the operation: ``ends`` of those of each."""
     counts: Numbers = numpy.diff(numpy.asarray(ends).astype(numpy.int64), prepend=0)
     return numpy.repeat(numpy.arange(len(counts), dtype=numpy.int32), counts)
+
+
+def stages_of(sizes: Sizes, cuts: list[int]) -> list["StageBytes"]:
+    """Of each of the stretches between ``cuts``."""
+    storages, operations = sizes.saves()
+    borders = numpy.searchsorted(operations, cuts)
+    return [
+        StageBytes(sizes, a, b, storages[i:j], operations[i:j])
+        for (a, b), (i, j) in zip(pairwise(cuts), pairwise(borders), strict=True)
+    ]
+
+
+class StageBytes:
+    """Bytes of the operations a .. b-1 as one stage: ``saved`` beyond the states that backward is said to read, in so
+    many ``copies`` when they move,
+    ``forward``, ``record`` and ``backward`` those of all that is there at the peak of each."""
+
+    def __init__(self, sizes: Sizes, a: int, b: int, storages: Numbers, operations: Numbers) -> None:
+        storages, first = numpy.unique(storages, return_index=True)
+        at, nbytes = operations[first] - a, sizes.nbytes[storages]
+        start, stop, written = sizes.start[storages], sizes.stop[storages], sizes.written[storages]
+        before = (start <= a) & (stop >= a) & (written < a)
+        after = (start <= b) & (stop >= b) & (written < b)
+        # Backward reads a state where that is at least half of what it has of it; else its part counts by itself.
+        self.reads_input = bool(2 * nbytes[before].sum() > sizes.alive[a])
+        if self.reads_input:
+            after &= ~before
+        self.reads_output = bool(2 * nbytes[after].sum() > sizes.alive[b])
+        counted = ~((before & self.reads_input) | (after & self.reads_output))
+        inner = sizes.inner[a:b]
+        self.saved = int(nbytes[counted].sum() + inner.sum())
+        pieces = numpy.concatenate((nbytes[counted], inner[inner > 0]))
+        large = int((pieces >= SMALL_NBYTES).sum())
+        self.copies = large + (len(pieces) > large)
+        self.copied = sizes.copied(a)
+        # The state before the stage counts as long as the stage runs: it may be a restart checkpoint.
+        entering = sizes.ending(a, b - 1)
+        gone = self._since(sizes.stop[entering] - a + 1, sizes.nbytes[entering], b - a)
+        self.forward = int((sizes.running[a:b] + gone).max()) + self.copied
+        # Saved and not alive any more: a storage counts once while it is both.
+        entering = numpy.setdiff1d(entering, storages, assume_unique=True)
+        gone = self._since(sizes.stop[entering] - a + 1, sizes.nbytes[entering], b - a)
+        gone += self._since(numpy.maximum(at + 1, stop - a + 1), nbytes, b - a) + numpy.cumsum(inner) - inner
+        self.record = int((sizes.running[a:b] + gone).max()) + self.copied
+        left = numpy.zeros(b - a, dtype=numpy.int64)
+        numpy.add.at(left, at[counted], nbytes[counted])
+        left = numpy.cumsum(left + inner)
+        # What an operation has saved goes when an earlier one is reversed that has saved something too.
+        savers = numpy.zeros(b - a, dtype=bool)
+        savers[operations - a] = True
+        savers |= inner > 0
+        places = numpy.where(savers, numpy.arange(b - a), b - a - 1)
+        after_it = numpy.minimum.accumulate(places[::-1])[::-1]
+        made = numpy.cumsum(sizes.gradients[a:b][::-1])[::-1]  # those of leaves come while what was saved goes
+        self.backward = int((left[after_it] + sizes.reversing[a:b] + made).max())
+
+    @staticmethod
+    def _since(places: Numbers, nbytes: Numbers, length: int) -> Numbers:
+        """At each of so many places, the bytes of what counts from a place on."""
+        found = numpy.zeros(length + 1, dtype=numpy.int64)
+        numpy.add.at(found, numpy.clip(places, 0, length), nbytes)
+        return numpy.cumsum(found)[:length]
