@@ -76,20 +76,14 @@ def stream(
     which few rows are read, frozen or with ``sparse=True``, named as blocks are: they stay in RAM below a GPU, or on
     the disk, and rows are looked up there. ``longest``: the longest batch that will come, as `plan` takes one.
     ``peers``: the ranks that train it together (`Peers`); the first one's weights are all's. "auto": `Peers()` where
-    the default process group has several ranks, None elsewhere. ``between``: what the model's own code does between
-    blocks (a residual sum, a norm) ends a chain and keeps what it saves ("keep"), or runs again with the blocks, which
-    are one chain then ("recompute": much smaller budgets for such models; their bytes are estimated, so a step may
-    exceed its budget by some percent).
-    Plans are made at the first call, that for ``longest`` before. Raises InputError, StorageError or BudgetError for
-    what cannot be used, where home cannot hold the blocks, and at a call that no plan fits, which changes nothing.
+    the default process group has several ranks, None elsewhere. ``between="recompute"``: the model's own code between
+    blocks runs again with them; the bytes of that are estimated (docs/limits.md). Plans are made at the first call,
+    that for ``longest`` before. Raises InputError, StorageError or BudgetError for what cannot be used, where home
+    cannot hold the blocks, and at a call that no plan fits, which changes nothing.
     """
-    _check_model(model)
+    _check_model(model, between, loss_chunks)
     check_knobs("stream", stream, planner, knobs)
     check_kinds(engine, machine, plan, verify=verify)
-    if between not in ("keep", "recompute"):
-        raise InputError(f"between={between!r} was asked for; it is 'keep' or 'recompute'")
-    if between == "recompute" and loss_chunks is not None:
-        raise InputError("between='recompute' and loss_chunks= were asked for, which do not go together; leave one out")
     where, found, peers = _checked_device(device), _checked_blocks(model, blocks), _checked_peers(peers)
     linear = _head(model, head, loss_chunks, found)
     tiers = tiers_for(home, folder=folder, device=where, engine=engine)
@@ -226,7 +220,11 @@ def _head(model: nn.Module, name: str | None, chunks: Chunks | None, blocks: Seq
     return find_head(model, name, blocks)
 
 
-def _check_model(model: object) -> None:
+def _check_model(model: object, between: str, loss_chunks: Chunks | None) -> None:
+    if between not in ("keep", "recompute"):
+        raise InputError(f"between={between!r} was asked for; it is 'keep' or 'recompute'")
+    if between == "recompute" and loss_chunks is not None:
+        raise InputError("between='recompute' and loss_chunks= were asked for, which do not go together; leave one out")
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise InputError(f"stream takes a torch.nn.Module, found {what}; ts.Program takes functions")
