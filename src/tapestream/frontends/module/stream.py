@@ -63,23 +63,22 @@ def stream(
     (None: what is free now, less 5%). ``Budget(device=, host=, disk=)`` limits each tier. ``home``: where blocks live
     that do not fit: ``"host"`` (GPU only), ``"disk"`` (needs ``folder``), ``"device"``, ``"auto"``, or a `Home` with
     one of these for each kind. ``blocks``: the modules to stream, or their classes or names (None: the repeated
-    children of the largest ModuleLists and Sequentials, and embeddings, heads and other modules without children that
-    hold at least 1 MiB and a quarter of a block's bytes). ``plan`` fixes the plan. ``verify`` runs every block twice
-    the first time. ``machine`` replaces measured speeds. ``engine``: of copies. ``weights``: one or several safetensors
-    files, or a folder as ``save_pretrained`` writes it. What is on the ``meta`` device is made real from these one
-    block at a time, or else by the model's ``initialize()``, ``_init_weights()`` or ``reset_parameters()`` (both with a
-    warning). Names and dtypes are the model's; Hugging Face ones take all that ``from_pretrained`` reads.
-    ``loss_chunks``: chunks of rows in which the model's cross entropy is computed (None: one, with all logits), by
-    `linear_cross_entropy`, which says what "auto" is. ``head``: the layer that makes the logits, as in
-    ``named_modules()`` (None: ``model.get_output_embeddings()``). With gradients on, returned logits are made when
-    something else reads them; after ``optimizer.step()`` that raises GradientError. ``tables``: embeddings of which few
-    rows are read, frozen or with ``sparse=True``, named as blocks are: they stay in RAM below a GPU, or on the disk,
-    and rows are looked up there. ``longest``: the longest batch that will come, as `plan` takes one. ``peers``: the
-    ranks that train it together (`Peers`; "auto": all, where there are several); the first one's weights are all's.
-    ``between="recompute"``: the model's own code between blocks runs again with them; the bytes of that are estimated
-    (docs/limits.md). Plans are made at the first call, that for ``longest`` before. Raises InputError, StorageError or
-    BudgetError for what cannot be used, where home cannot hold the blocks, and at a call that no plan fits, which
-    changes nothing.
+    children of the largest ModuleLists and Sequentials, and embeddings, heads and the like of at least 1 MiB and a
+    quarter of a block's bytes). ``plan`` fixes the plan. ``verify`` runs every block twice the first time. ``machine``
+    replaces measured speeds. ``engine``: of copies. ``weights``: one or several safetensors files, or a folder as
+    ``save_pretrained`` writes it. What is on the ``meta`` device is made real from these one block at a time, or else
+    by the model's ``initialize()``, ``_init_weights()`` or ``reset_parameters()`` (both with a warning). Names and
+    dtypes are the model's; Hugging Face ones take all that ``from_pretrained`` reads. ``loss_chunks``: chunks of rows
+    in which the model's cross entropy is computed (None: one, with all logits), by `linear_cross_entropy`, which says
+    what "auto" is. ``head``: the layer that makes the logits, as in ``named_modules()`` (None:
+    ``model.get_output_embeddings()``). With gradients on, returned logits are made when something else reads them;
+    after ``optimizer.step()`` that raises GradientError. ``tables``: embeddings of which few rows are read (frozen, or
+    ``sparse=True``); they stay in RAM or on the disk. ``longest``: the longest batch that will come, as `plan` takes
+    one. ``peers``: the ranks that train it together (`Peers`; "auto": all, where there are several); the first one's
+    weights are all's. ``between="recompute"``: the model's own code between blocks runs again with them; the bytes of
+    that are estimated (docs/limits.md). Plans are made at the first call, that for ``longest`` before. Raises
+    InputError for what cannot be used, StorageError where home cannot hold the blocks, BudgetError at a call that no
+    plan fits, which changes nothing.
     """
     _check_model(model, between, loss_chunks)
     check_knobs("stream", stream, planner, knobs)
