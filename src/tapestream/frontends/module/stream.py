@@ -84,8 +84,7 @@ def stream(
     check_knobs("stream", stream, planner, knobs)
     check_kinds(engine, machine, plan, verify=verify)
     where, found, peers = _checked_device(device), _checked_blocks(model, blocks), _checked_peers(peers)
-    linear = _head(model, head, loss_chunks, found)
-    tiers = tiers_for(home, folder=folder, device=where, engine=engine)
+    linear, tiers = _head(model, head, loss_chunks, found), tiers_for(home, folder=folder, device=where, engine=engine)
     looked_up = _tables(model, found, tables, where, folder, peers)
     wide = [] if blocks is not None or _stays(tiers, peers) else wide_modules(model, found, looked_up)
     handle = Streamed(
