@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 from several import in_ranks
-from torch import distributed
+from torch import distributed, nn
 from trainings import (
     OPTIMIZERS,
     STEPS,
     TIGHT,
+    Block,
     batch,
     digest,
     leave_out,
@@ -215,3 +216,71 @@ def test_killed_while_all_save_the_last_save_is_whole(who: int, when: int, tmp_p
     ts.load(tmp_path / "000001", model=first, optimizer=step)
     ts.save(tmp_path, model=first, optimizer=step, keep=9)  # the next one finds its way
     assert all(path.name.isdigit() for path in tmp_path.iterdir() if not path.name.startswith(".saving"))
+
+
+class Towers(nn.Module):
+    """Two chains of blocks, of which a call may leave one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.one, self.other = (nn.ModuleList(Block(24) for _ in range(3)) for _ in range(2))
+        self.left_out: str | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, total = x.repeat(1, 3), x.sum() * 0
+        for name in ("one", "other"):
+            if name != self.left_out:
+                y = x
+                for block in getattr(self, name):
+                    y = block(y)
+                total = total + y.square().mean()
+        return total
+
+
+def _left_out_by(rank: int, step: int, which: str) -> str | None:
+    return which if rank == 1 and step in (1, 2) else None
+
+
+def towers(rank: int, size: int, which: str, update: str, peers: ts.Peers) -> Any:
+    model = Towers()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        model = ts.stream(model, budget="400KiB", device="cpu", home="disk", folder=folder, peers=peers)
+        found = OPTIMIZERS["sgd"](ts.optimizer, model, update=update)
+        for step in range(4):
+            found.zero_grad()
+            model.left_out = _left_out_by(rank, step, which)
+            model(batch(step, rank)).backward()
+            found.step()
+        ts.unstream(model)
+        return digest(model)
+
+
+def plain_towers(size: int, which: str) -> list[str]:
+    model = Towers()
+    found = OPTIMIZERS["sgd"](lambda target, cls, **options: cls(target.parameters(), **options), model)
+    for step in range(4):
+        found.zero_grad()
+        for rank in range(size):
+            model.left_out = _left_out_by(rank, step, which)
+            parameters = list(model.parameters())
+            gradients = torch.autograd.grad(model(batch(step, rank)), parameters, allow_unused=True)
+            for p, gradient in zip(parameters, gradients, strict=True):
+                if gradient is not None:
+                    gradient = gradient * (1 / size)
+                    p.grad = gradient.clone() if p.grad is None else p.grad.add_(gradient)
+        found.step()
+    return digest(model)
+
+
+@pytest.mark.parametrize("peers", WAYS)
+@pytest.mark.parametrize(
+    ("which", "update"),
+    [
+        ("one", "step"),
+        ("other", "backward"),
+        *(pytest.param(*o, marks=pytest.mark.full) for o in (("one", "backward"), ("other", "step"))),
+    ],
+)
+def test_a_rank_may_leave_out_a_whole_chain(which: str, update: str, peers: ts.Peers) -> None:
+    assert in_ranks(2, towers, which, update, peers, timeout=15) == [plain_towers(2, which)] * 2

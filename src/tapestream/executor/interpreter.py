@@ -95,6 +95,13 @@ class Interpreter(Engine):
             self.blocks.forward_ended()
         return state
 
+    def pass_forward(self) -> None:
+        """The forward phase of stages that this rank leaves out: what moves blocks, and what others need."""
+        self._enter(PhaseKind.FORWARD)
+        self._run_rest()
+        if self.blocks is not None:
+            self.blocks.forward_ended()
+
     def run_backward(self, k: int, cotangents: Gradients) -> Gradients:
         """Within the backward phase: up to and including Backward(k), given the cotangents of state k+1.
 

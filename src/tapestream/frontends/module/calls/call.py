@@ -15,6 +15,7 @@ from tapestream.executor.lending import lending_hooks
 from tapestream.executor.travel.parcel import Parcels
 from tapestream.frontends.below import Below
 from tapestream.frontends.giving_way import Reason
+from tapestream.frontends.module.calls.absent import AbsentChains
 from tapestream.frontends.module.calls.anchor import anchored, watching
 from tapestream.frontends.module.calls.following import WRITTEN, Following
 from tapestream.frontends.module.calls.live import (
@@ -80,8 +81,8 @@ class StreamCall:
         self.casts = mark_of_autocast(device) if casting else None
         self.anchor = torch.empty(0, device="cpu") if self.plain else self._anchored()
         self.closed, self.given_up, self._views = False, None, dict[int, SegmentView]()
-        self._ended: set[int] = set()  # shared blocks whose owner's backward has run
-        self._differentiating = False
+        self._ended, self._differentiating = set[int](), False  # shared blocks whose owner's backward has run
+        self.absent = AbsentChains(prepared.order, divided=store.copies.shards is not None)
         self._returned, self.link = Watched(), Link()
         reused = not self.plain and any(segment.reused for segment in prepared.segments)
         self.works = WorkOfCall(() if self.plain else prepared.segments, prepared.once, device, self)
@@ -116,6 +117,8 @@ class StreamCall:
             self._given = self.following.end()
         self.link, self.following, self.mode = Link(), None, None
         self.works.end()
+        if not self.plain:
+            self.absent.pass_by(None, self.interpreters, self._begin)
         self._replaced = self.store.replaced()
 
     def enter(self, position: int, run: BlockRun, stage: Stage, segment: int, k: int) -> None:
@@ -133,7 +136,8 @@ class StreamCall:
         if k not in self.prepared.once[segment]:
             run.keep_arguments(clone=planned.clones[k])
         if interpreter is None:
-            self._begin(segment, state)
+            self.absent.pass_by(segment, self.interpreters, self._begin)
+            self._begin(segment).begin(state)
         elif onward is not None:
             interpreter.go_on(onward)
         self.stages[segment][k], self._traits[segment][k] = stage, planned.traits[k]
@@ -157,18 +161,16 @@ class StreamCall:
             self._differentiating = True
             torch.autograd.Variable._execution_engine.queue_callback(self._close)
 
-    def _begin(self, segment: int, state: State) -> None:
+    def _begin(self, segment: int) -> Interpreter:
         planned, plan = self.prepared.segments[segment], self.prepared.plans[segment]
         stages = self.stages[segment] = list(planned.stages)
         uses = [self.store.uses[position] for position in planned.positions]
         borrowed = {b for b, shared in self.prepared.shared.items() if shared.owner != segment}
         unread = {k for k, cost in enumerate(planned.costs) if not cost.reads_parameters}
-        view = SegmentView(self.store, uses, borrowed, unread)
-        self._views[segment] = view
+        view = self._views[segment] = SegmentView(self.store, uses, borrowed, unread)
         store, once, watch = self.store, self.prepared.once[segment], Watch()  # a call that holds itself lives on
         runner = Runner(stages, planned.traits, self.device, once=once, resident=False, watch=watch)
-        left_out = Traits(draws_host=False, casts_twice=False)
-        runner.traits = self._traits[segment] = [left_out] * len(stages)
+        runner.traits = self._traits[segment] = [Traits(draws_host=False, casts_twice=False)] * len(stages)
         stages[:] = [stage.calling(_handed_on) for stage in stages]  # until a block is called, it counts as left out
         parcels, moving = None, self.prepared.moving[segment]
         if moving is not None:
@@ -177,8 +179,8 @@ class StreamCall:
                                   between=self.works.of(segment))  # fmt: skip
         travel = interpreter.travel
         runner.hooks = lambda k: lending_hooks(store, uses[k], stages[k].name, watch, travel.hooks(stages[k], k))
-        interpreter.begin(state)
         self.interpreters[segment] = interpreter
+        return interpreter
 
     def forward(self, segment: int, k: int) -> State:
         """Run one block."""
@@ -192,6 +194,7 @@ class StreamCall:
         """Differentiate one block: gradients of its inputs, and of ``others`` (ids), which belong to no block.
         ``begun``: gradients of its inputs that later uses of them have made."""
         interpreter = self._differentiated(segment)
+        self.absent.back_to(segment, self.interpreters)
         self.works.forget(segment, k)
         self._seed(segment, k, interpreter.sums)
         interpreter.segments.begun = lambda stage: begun if stage == k else []
@@ -286,10 +289,9 @@ class StreamCall:
         if self.closed:
             return
         try:
-            for interpreter in self.interpreters:
-                if interpreter is not None:
-                    self._collect(interpreter)
-                    interpreter.finish_backward()
+            for interpreter in self.absent.in_the_end(self.interpreters):
+                self._collect(interpreter)
+                interpreter.finish_backward()
             self._outside.sum(wanted=all(view.wanted for view in self._views.values()))
         finally:
             self._close(publish=publish)
