@@ -2,9 +2,11 @@
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+from torchrun import in_two_processes
 from typer.testing import CliRunner
 
 from tapestream.cli.app import make_app
@@ -117,3 +119,11 @@ def test_options_that_cannot_be_are_one_line(words: tuple[str, ...], said: str) 
     assert status == 2
     assert said in found
     assert "Traceback" not in found
+
+
+@pytest.mark.parametrize("how", [[], ["--shard"]])
+def test_verify_under_torchrun_compares_what_all_processes_do(how: list[str]) -> None:
+    shape = "--layers 3 --width 32 --heads 2 --vocabulary 64 --batch 2 --seq 8 --steps 1 --device cpu --json"
+    script = Path(__file__).parent / "verified_together.py"
+    found = json.loads(in_two_processes(script, "verify", "gpt", *shape.split(), *how))
+    assert (found["ranks"], found["equal"], len(found["steps"])) == (2, True, 1)

@@ -15,6 +15,7 @@ from tapestream.cli.checks import check_homes
 from tapestream.cli.chosen import chosen_device
 from tapestream.cli.costs import costs_of
 from tapestream.cli.machine import name
+from tapestream.cli.processes import any_of_ranks, group, rank
 from tapestream.cli.subject import Subject, subject_of
 from tapestream.cli.targets import TargetOptions
 from tapestream.cli.told import told
@@ -32,10 +33,12 @@ from tapestream.units import format_nbytes
 
 def verified(
     target: str, wish: TargetOptions, device: str, budget: str | None, host_budget: str | None, home: str,
-    folder: Path | None, steps: int, json_: bool,
+    folder: Path | None, steps: int, json_: bool, shard: bool,
 ) -> None:  # fmt: skip
-    """Compare steps. Raises typer.Exit(1) where some bit differs."""
-    chosen = chosen_device(device)
+    """Compare steps; under torchrun with what all processes together would do in plain PyTorch, each with samples of
+    its own. ``shard``: they divide one copy. Raises typer.Exit(1) where some bit differs."""
+    ranks, chosen = group(chosen_device(device))
+    peers = None if ranks == 1 else ts.Peers(shard=shard)
     check_homes(chosen, home, folder, host_budget)
     subject = subject_of(target, wish)
     _check_room(subject, chosen)
@@ -43,7 +46,7 @@ def verified(
     model: nn.Module = _ByPosition(subject.make(), tuple(subject.arguments(1)[1]))
     model = ts.stream(
         model, device=chosen, budget=ts.Budget(budget, host=host_budget), home=home, folder=folder,
-        blocks=subject.blocks or None,
+        blocks=subject.blocks or None, peers=peers,
     )  # fmt: skip
     with show.progress() as advance:
         found = []
@@ -54,8 +57,9 @@ def verified(
                 raise _advised(error, subject) from error
             advance("comparing", number + 1, steps, "")
     ts.unstream(model)
-    _say(subject, found, chosen, json_)
-    if any(row["differs"] for row in found):
+    differs = any_of_ranks(any(row["differs"] for row in found), chosen)
+    _say(subject, found, chosen, json_, ranks)
+    if differs:
         raise typer.Exit(1)
 
 
@@ -103,7 +107,7 @@ def _advised(error: BudgetError, subject: Subject) -> BudgetError:
 
 
 def _step(model: nn.Module, subject: Subject, number: int, device: str) -> dict[str, Any]:
-    torch.manual_seed(number)
+    torch.manual_seed(number + 1_000 * rank())
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), subject.arguments(subject.batch))
     differs = None
     try:
@@ -125,10 +129,10 @@ def _step(model: nn.Module, subject: Subject, number: int, device: str) -> dict[
     }  # fmt: skip
 
 
-def _say(subject: Subject, found: Sequence[dict[str, Any]], device: str, json_: bool) -> None:
+def _say(subject: Subject, found: Sequence[dict[str, Any]], device: str, json_: bool, ranks: int) -> None:
     equal = not any(row["differs"] for row in found)
     if json_:
-        show.as_json({"model": subject.name, "equal": equal, "steps": list(found)})
+        show.as_json({"model": subject.name, "ranks": ranks, "equal": equal, "steps": list(found)})
         return
     rows = [
         (
@@ -146,4 +150,5 @@ def _say(subject: Subject, found: Sequence[dict[str, Any]], device: str, json_: 
         if row["differs"]:
             show.failure(row["differs"])
             return
-    show.line(f"Equal to plain PyTorch in {len(found)} steps: the loss and the gradient of every parameter.")
+    among = "" if ranks == 1 else f" that runs the samples of {ranks} processes in turn"
+    show.line(f"Equal to plain PyTorch{among} in {len(found)} steps: the loss and the gradient of every parameter.")

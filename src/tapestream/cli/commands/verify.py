@@ -1,5 +1,9 @@
 """The options of ``tapestream verify``."""
 
+from typing import Annotated
+
+import typer
+
 from tapestream.cli import checks
 from tapestream.cli.ends import importing, reported
 from tapestream.cli.options import (
@@ -39,9 +43,13 @@ def verify(
     folder: Folder = None,
     device: Device = "auto",
     steps: Steps = 3,
+    shard: Annotated[
+        bool, typer.Option("--shard", help="Under torchrun: divide one copy among the processes.")
+    ] = False,
     json_: Json = False,
 ) -> None:
-    """Compare steps within a budget with the same in plain PyTorch, bit for bit. Exit status 1: some bit differs."""
+    """Compare steps within a budget with the same in plain PyTorch, bit for bit; under torchrun, in all of its
+    processes. Exit status 1: some bit differs."""
     from tapestream.cli.targets import TargetOptions, check_target
 
     checks.maybe_size("--budget", budget)
@@ -50,4 +58,4 @@ def verify(
     check_target(target, wish)
     with importing():
         from tapestream.cli.verify import verified
-    verified(target, wish, device, budget, host_budget, home, folder, steps, json_)
+    verified(target, wish, device, budget, host_budget, home, folder, steps, json_, shard)
