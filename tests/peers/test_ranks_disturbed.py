@@ -103,6 +103,7 @@ def failing(rank: int, size: int, how: str, peers: ts.Peers) -> Any:
         else:
             raise ValueError("this rank's own")
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in the background it is ignored
     with tempfile.TemporaryDirectory() as folder:
         model = ts.stream(made(), budget=TIGHT, device="cpu", home="disk", folder=folder, peers=peers)
         found = OPTIMIZERS["sgd"](ts.optimizer, model)
