@@ -19,7 +19,7 @@ class AbsentChains:
         self._left: list[int] = []  # passed by, whose backward is to come
 
     def pass_by(self, segment: int | None, begun: Interpreters, begin: Callable[[int], Interpreter]) -> None:
-        """``segment`` begins (None: the model has returned): those before it that have not begun are left out. Raises
+        """``segment`` begins (None: backward does): those before it that have not begun are left out. Raises
         InputError where blocks of such a chain and of this one would take turns."""
         for one in self._turns:
             if one == segment:

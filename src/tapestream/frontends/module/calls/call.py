@@ -117,8 +117,6 @@ class StreamCall:
             self._given = self.following.end()
         self.link, self.following, self.mode = Link(), None, None
         self.works.end()
-        if not self.plain:
-            self.absent.pass_by(None, self.interpreters, self._begin)
         self._replaced = self.store.replaced()
 
     def enter(self, position: int, run: BlockRun, stage: Stage, segment: int, k: int) -> None:
@@ -266,6 +264,7 @@ class StreamCall:
         if self.prepared.update == "backward":
             check_no_gradients(self.store, self.prepared.pinned)
         self.store.adopt_replaced(but=self._replaced)
+        self.absent.pass_by(None, self.interpreters, self._begin)  # a head may have come after the model
         self._outside.begins(len(self.live.calls))
         root, anchor = self._ends
         wanted = torch._C._will_engine_execute_node(root)
