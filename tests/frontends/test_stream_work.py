@@ -45,6 +45,11 @@ def residual(model: Any, x: Tensor, k: int, seen: list[Tensor]) -> Tensor:
     return x + model.blocks[k](x)
 
 
+def residual_first(model: Any, x: Tensor, k: int, seen: list[Tensor]) -> Tensor:
+    """All that is used again is used within the chain."""
+    return torch.sin(x) * 0.5 + x + model.blocks[k](x) if k == 0 else model.blocks[k](x)
+
+
 def scaled_residual(model: Any, x: Tensor, k: int, seen: list[Tensor]) -> Tensor:
     """The scale saves what the block has made."""
     return x + model.scale * model.blocks[k](x) + model.shift
@@ -261,6 +266,33 @@ def test_hooks_and_retained_gradients_between_blocks_see_what_they_do(kind: str,
         assert max(chains_of(model)) == DEEP
     assert len(found[0]) == len(found[1])
     assert all(map(torch.equal, *found))
+
+
+class UsesTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x)) + 0.3 * x
+
+
+def test_sums_keep_their_order_where_all_that_is_used_again_is_used_within_a_chain(tmp_path: Path) -> None:
+    def made() -> nn.Module:
+        model = Working(residual_first)
+        model.blocks = nn.ModuleList(UsesTwice() for _ in range(DEEP))
+        return model
+
+    case = Model(made, numbers(64, WIDTH))
+    plain = case.model().to(DEVICE)
+    loss_at(plain, case).backward()
+    with _least(case, **options_of("auto", tmp_path, "device")) as model:
+        loss_at(model, case).backward()
+        assert max(chains_of(model)) == DEEP
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    assert found.keys() == wanted.keys()
+    assert [name for name, gradient in wanted.items() if not torch.equal(gradient, found[name])] == []
 
 
 @pytest.mark.parametrize("what", ["scale", "mask"])
